@@ -1,0 +1,1 @@
+"""Presets that people write, and the small model and rows that `tiny.yaml` uses."""

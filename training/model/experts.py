@@ -1,0 +1,283 @@
+"""gpt-oss's experts kept in MXFP4 while the adapters train.
+
+The base is frozen, so an expert layer needs no weight gradient: forward and backward each dequantise a weight into a scratch
+tensor, multiply, and drop it. Between them autograd holds the rows before the activation (`gate_up`), and nothing else of size:
+the routing weights' gradient is `<W2ᵀ dy, activated>`, which the backward has at hand, instead of `<dy, output>`.
+
+The layer is two autograd functions. All that the backward needs is known once `gate_up` is, so the first one saves it and the
+second one computes the rest: a checkpointed layer, whose recomputation ends with the last saved tensor, leaves the rest out.
+
+Shapes: T tokens, k experts per token, N = T * k rows sorted by expert, E experts, H hidden, F intermediate, r rank.
+"""
+
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+
+from training.model.kernels import activate, activate_backward, combine, gather, grouped_mm, grouped_outer, unpack
+from training.model.mxfp4 import BLOCK
+from training.model.recompute import keep
+
+WEIGHTS = ("gate_up_proj", "down_proj")
+
+
+class LowRank(NamedTuple):
+    """An adapter of one expert weight: it adds `x @ a @ b` to the expert's product."""
+
+    a: Tensor
+    """`[E, in, r]`"""
+    b: Tensor
+    """`[E, r, out]`, scaled"""
+
+    def of(self, experts: Tensor) -> Self:
+        """The part of `experts` alone."""
+        return type(self)(*(part[experts] for part in self))
+
+
+class Frozen(NamedTuple):
+    """A packed weight `[E, out, in]` and its bias `[E, out]`."""
+
+    blocks: Tensor
+    scales: Tensor
+    bias: Tensor
+
+    def of(self, experts: Tensor) -> Self:
+        """The part of `experts` alone."""
+        return type(self)(*(part[experts] for part in self))
+
+    def dense(self, columns: int, dtype: torch.dtype) -> Tensor:
+        """The weight dequantised, `columns` being its `in`."""
+        return unpack(self.blocks, self.scales, columns, dtype)
+
+
+class Routing(NamedTuple):
+    """Which row belongs to which token and expert."""
+
+    order: Tensor
+    """`[N]` slot `t * k + j` of each row"""
+    place: Tensor
+    """`[N]` row of each slot"""
+    chosen: Tensor
+    """`[N]` expert of each row, ascending"""
+    offsets: Tensor
+    """`[E]` int32, where each expert's rows end"""
+
+    @classmethod
+    def of(cls, indices: Tensor, experts: int) -> Self:
+        """From the router's choice `[T, k]`."""
+        chosen, order = indices.flatten().sort(stable=True)
+        offsets = torch.searchsorted(chosen, torch.arange(1, experts + 1, device=chosen.device)).int()
+        place = torch.empty_like(order)
+        place[order] = torch.arange(len(order), device=order.device)
+        return cls(order, place, chosen, offsets)
+
+
+class PackedExperts(nn.Module):
+    """Drop-in for transformers' `GptOssExperts`, holding blocks and scales instead of weights.
+
+    Blocks and scales are stored as bf16 views of their bytes: FSDP2 in torch 2.11 takes floating-point parameters only, and
+    an all-gather moves bytes as they are.
+    """
+
+    is_transposed = True  # transformers' word for weights that count as [E, in, out]; PEFT lays adapters out by it
+
+    gate_up_proj_blocks: nn.Parameter
+    gate_up_proj_scales: nn.Parameter
+    gate_up_proj_bias: nn.Parameter
+    down_proj_blocks: nn.Parameter
+    down_proj_scales: nn.Parameter
+    down_proj_bias: nn.Parameter
+
+    def __init__(self, config: Any):
+        super().__init__()
+        self.num_experts: int = config.num_local_experts
+        self.hidden_size: int = config.hidden_size
+        self.intermediate_size: int = config.intermediate_size
+        self.limit: float = getattr(config, "swiglu_limit", 7.0)
+        for name in WEIGHTS:
+            experts, columns, rows = self.shape(name)
+            groups = rows * columns // BLOCK
+            self.register_parameter(f"{name}_blocks", _frozen(experts, groups * BLOCK // 4))
+            self.register_parameter(f"{name}_scales", _frozen(experts, groups // 2))
+            self.register_parameter(f"{name}_bias", _frozen(experts, rows))
+
+    def shape(self, name: str) -> tuple[int, int, int]:
+        """`(E, in, out)` of `gate_up_proj` or `down_proj`."""
+        if name == "gate_up_proj":
+            return self.num_experts, self.hidden_size, 2 * self.intermediate_size
+        return self.num_experts, self.intermediate_size, self.hidden_size
+
+    def weight(self, name: str, dtype: torch.dtype) -> Tensor:
+        """The dequantised weight of `gate_up_proj` `[E, 2F, H]` or `down_proj` `[E, H, F]`."""
+        return self._frozen(name).dense(self.shape(name)[1], dtype)
+
+    @torch.compiler.disable
+    def forward(
+        self,
+        hidden_states: Tensor,
+        router_indices: Tensor,
+        routing_weights: Tensor,
+        gate_up_proj: LowRank | None = None,
+        down_proj: LowRank | None = None,
+    ) -> Tensor:
+        """Mixes each token's k experts.
+
+        Args:
+            hidden_states: `[T, H]`.
+            router_indices: `[T, k]`.
+            routing_weights: `[T, k]`.
+            gate_up_proj: adapter of that weight.
+            down_proj: adapter of that weight.
+
+        Returns:
+            `[T, H]`.
+        """
+        up, down = self._frozen("gate_up_proj"), self._frozen("down_proj")
+        if not torch.is_grad_enabled() and router_indices.numel() < self.num_experts:
+            # Decoding: most experts have no row, and to unpack them would take most of the time.
+            used, router_indices = router_indices.unique(return_inverse=True)
+            up, down = up.of(used), down.of(used)
+            gate_up_proj, down_proj = gate_up_proj and gate_up_proj.of(used), down_proj and down_proj.of(used)
+        routing = Routing.of(router_indices, len(up.bias))
+        with torch.no_grad():
+            gate_up = keep(lambda: _gate_up(hidden_states, routing, up, gate_up_proj))
+        adapters = (*(gate_up_proj or (None, None)), *(down_proj or (None, None)))
+        pledge = _Backward.apply(hidden_states, routing_weights, *adapters, gate_up, routing, up, down, self.limit)
+        return _Output.apply(pledge, routing_weights, gate_up, router_indices, routing, up, down, down_proj, self.limit)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_experts} experts, {self.hidden_size} -> {self.intermediate_size}, MXFP4"
+
+    def _frozen(self, name: str) -> Frozen:
+        return Frozen(*(getattr(self, f"{name}_{part}") for part in Frozen._fields))
+
+
+def pack(stored: Tensor) -> Tensor:
+    """A checkpoint's uint8 blocks `[E, out, in/32, 16]` or scales `[E, out, in/32]` as the bf16 view `PackedExperts` holds."""
+    return stored.contiguous().flatten(1).view(torch.bfloat16)
+
+
+class _Backward(torch.autograd.Function):
+    """Saves what the layer's backward needs, and does it; gradients for hidden states, routing weights and adapters.
+
+    Its output is a zero of the layer's output's shape, which takes no memory: the place where the gradient comes in. The backward
+    writes over `gate_up`, which nothing needs after it: 46 KB a token at gpt-oss's shapes.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weights: Tensor,
+        up_a: Tensor | None,
+        up_b: Tensor | None,
+        down_a: Tensor | None,
+        down_b: Tensor | None,
+        gate_up: Tensor,
+        routing: Routing,
+        up: Frozen,
+        down: Frozen,
+        limit: float,
+    ) -> Tensor:
+        ctx.limit, ctx.done = limit, False
+        adapted = hidden if up_a is not None else None
+        ctx.save_for_backward(adapted, weights, up_a, up_b, down_a, down_b, gate_up, *routing, *up, *down)
+        return hidden.new_zeros(()).expand_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.done:
+            raise RuntimeError(
+                "a packed expert layer's backward ran twice; it runs once per forward, also with retain_graph"
+            )
+        ctx.done = True
+        hidden, weights, up_a, up_b, down_a, down_b, gate_up, *rest = ctx.saved_tensors
+        routing, up, down = Routing(*rest[:4]), Frozen(*rest[4:7]), Frozen(*rest[7:])
+        grad, k = gradients[0].contiguous(), weights.shape[1]
+        row_weights = weights.flatten()[routing.order]
+        rows = gather(grad, routing.order, k)  # the gradient of each row's output before it is weighted
+        activated_grad = grouped_mm(rows, down.dense(gate_up.shape[1] // 2, grad.dtype), routing.offsets)
+        down_grads: tuple[Tensor | None, Tensor | None] = (None, None)
+        if down_a is not None:
+            activated = activate(gate_up, up.bias, routing.chosen, ctx.limit)
+            adapter = LowRank(down_a, down_b)
+            down_grads = _adapter_backward(activated, rows, activated_grad, adapter, routing.offsets, row_weights)
+            del activated
+        del rows
+        gate_up_grad, weight_grad = activate_backward(
+            activated_grad, gate_up, up.bias, routing.chosen, row_weights, ctx.limit
+        )
+        del activated_grad
+        hidden_rows = grouped_mm(gate_up_grad, up.dense(grad.shape[1], grad.dtype), routing.offsets)
+        up_grads: tuple[Tensor | None, Tensor | None] = (None, None)
+        if up_a is not None:
+            x, adapter = gather(hidden, routing.order, k), LowRank(up_a, up_b)
+            up_grads = _adapter_backward(x, gate_up_grad, hidden_rows, adapter, routing.offsets, None)
+        hidden_grad = combine(hidden_rows, routing.place, k, None, None, None)
+
+        # the routing weight also scales the expert's bias: <dy, bias of each of the token's experts>
+        chosen = routing.chosen[routing.place].view(-1, k)
+        bias_part = (grad @ down.bias.to(grad.dtype).T).gather(1, chosen)
+        weights_grad = (weight_grad[routing.place].view(-1, k) + bias_part).to(weights.dtype)
+        return hidden_grad, weights_grad, *up_grads, *down_grads, None, None, None, None, None
+
+
+class _Output(torch.autograd.Function):
+    """The layer's output; its gradient goes to `_Backward` as it is."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        pledge: Tensor,
+        weights: Tensor,
+        gate_up: Tensor,
+        indices: Tensor,
+        routing: Routing,
+        up: Frozen,
+        down: Frozen,
+        adapter: LowRank | None,
+        limit: float,
+    ) -> Tensor:
+        activated = activate(gate_up, up.bias, routing.chosen, limit)
+        output = _product(activated, down, adapter, routing.offsets)
+        k = indices.shape[1]
+        return combine(output, routing.place, k, weights.flatten(), down.bias, indices.flatten())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return gradients[0], None, None, None, None, None, None, None, None
+
+
+def _gate_up(hidden: Tensor, routing: Routing, up: Frozen, adapter: LowRank | None) -> Tensor:
+    """`[N, 2F]` without the bias."""
+    rows = gather(hidden, routing.order, len(routing.order) // len(hidden))
+    return _product(rows, up, adapter, routing.offsets)
+
+
+def _product(x: Tensor, frozen: Frozen, adapter: LowRank | None, offsets: Tensor) -> Tensor:
+    """Each row times its expert's weight, with the adapter's addition: `[N, in]` → `[N, out]`."""
+    output = grouped_mm(x, frozen.dense(x.shape[1], x.dtype).mT, offsets)
+    if adapter is not None:
+        output += grouped_mm(grouped_mm(x, adapter.a, offsets), adapter.b, offsets)
+    return output
+
+
+def _adapter_backward(
+    x: Tensor, grad: Tensor, x_grad: Tensor, adapter: LowRank, offsets: Tensor, row_weights: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Adds the adapter's part to `x_grad` `[N, in]` in place; returns the gradients of `a` and `b`.
+
+    Args:
+        grad: `[N, out]` of the product; rows count `row_weights` times in the gradients of `a` and `b`.
+    """
+    inner, inner_grad = grouped_mm(x, adapter.a, offsets), grouped_mm(grad, adapter.b.mT, offsets)
+    x_grad += grouped_mm(inner_grad, adapter.a.mT, offsets)
+    if row_weights is not None:
+        scale = row_weights.unsqueeze(1).to(inner.dtype)
+        inner, inner_grad = inner * scale, inner_grad * scale
+    return grouped_outer(x, inner_grad, offsets), grouped_outer(inner, grad, offsets)
+
+
+def _frozen(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(*shape, dtype=torch.bfloat16), requires_grad=False)

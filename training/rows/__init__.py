@@ -1,0 +1,1 @@
+"""Training rows: read from anywhere, checked for duplicates, added to, packed into sequences and dealt to workers."""

@@ -1,0 +1,1 @@
+"""What is told to people and to MLflow: progress, metrics, the run, the registered model."""
