@@ -1,0 +1,1 @@
+"""The command line `polythink`, a file for each group of commands, and what it shows."""
