@@ -1,0 +1,70 @@
+"""Constant load on the deployed model while it is swapped for another, again and again."""
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.benchmarks.serving.load import Service, ask, connect
+
+MAX_TOKENS = 32
+
+
+async def soak(
+    url: str, names: list[str], prompts: list[str], minutes: float, clients: int, swap_s: float
+) -> dict[str, Any]:
+    """Counts what failed, and how the generator's memory grew after each of `names` had been loaded twice."""
+    end = time.monotonic() + 60 * minutes
+    failures: list[str] = []
+    memory_mib: list[float] = []
+    answered: set[str] = set()
+    done = 0
+
+    async def client(http: httpx.AsyncClient, number: int) -> None:
+        nonlocal done
+        while time.monotonic() < end:
+            request = await ask(http, Service(url, "default"), prompts[(number + done) % len(prompts)], MAX_TOKENS)
+            done += 1
+            if request.error:
+                failures.append(request.error)
+
+    async def swapper(http: httpx.AsyncClient) -> None:
+        swap = 0
+        while time.monotonic() < end:
+            name = names[swap % len(names)]
+            (await http.put("/deployment", json={"model": name})).raise_for_status()
+            await asyncio.sleep(swap_s)
+            deployment = (await http.get("/deployment")).raise_for_status().json()
+            assert deployment["model"] == name, deployment
+            answered.add(name)
+            memory_mib.append(generator_rss_mib())
+            swap += 1
+
+    async with connect(url, clients) as http:
+        await asyncio.gather(swapper(http), *(client(http, number) for number in range(clients)))
+    settled = memory_mib[min(2 * len(names), len(memory_mib) - 1)]
+    return {
+        "minutes": minutes,
+        "clients": clients,
+        "requests": done,
+        "failed": len(failures),
+        "failures": failures[:5],
+        "swaps": len(memory_mib),
+        "models": len(answered),
+        "rss_mib": [round(value, 1) for value in memory_mib],
+        "rss_growth": round(memory_mib[-1] / settled - 1, 4),
+    }
+
+
+def generator_rss_mib() -> float:
+    """Resident memory of the generator's replica, found among this machine's processes by its title."""
+    for status in Path("/proc").glob("[0-9]*/status"):
+        try:
+            if "GeneratorReplic" in (status.parent / "cmdline").read_text():
+                lines = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
+                return int(lines["VmRSS"].split()[0]) / 1024
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    raise LookupError("no process of the generator's replica")

@@ -1,0 +1,1 @@
+"""Faults that the service must survive; `make faults` plays all of them."""

@@ -1,0 +1,108 @@
+"""Copies at an URL: whole or not there, on S3, through Arrow's drivers and fsspec's."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.unit.training.object_store import bucket
+from training.durable.storage import MARKER, Mirror, open_url
+from training.errors import StorageError
+
+
+@pytest.fixture(params=["s3", "file", "memory"])
+def mirror(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mirror]:
+    local = tmp_path / "local"
+    local.mkdir()
+    open_url.cache_clear()
+    if request.param == "s3":
+        with bucket(monkeypatch) as url:
+            yield Mirror(local, url)
+    else:
+        yield Mirror(local, (tmp_path / "there").as_uri() if request.param == "file" else f"memory://{tmp_path}")
+
+
+def elsewhere(mirror: Mirror, tmp_path: Path) -> Mirror:
+    """The same URL seen from another machine."""
+    return Mirror(tmp_path / "other", mirror.url)
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def test_files_come_back_as_they_were_pushed(mirror: Mirror, tmp_path: Path) -> None:
+    file = write(mirror.local / "a" / "file.json", "one")
+    mirror.push(file, mirror.local / "missing")
+    mirror.push(write(file, "two"))
+    other = elsewhere(mirror, tmp_path)
+    other.pull(other.local / "a" / "file.json", other.local / "missing")
+    assert (other.local / "a" / "file.json").read_text() == "two"
+    assert not (other.local / "missing").exists()
+    assert mirror.read(file) == b"two"
+    assert mirror.read(mirror.local / "missing") is None
+
+
+def test_a_directory_comes_back_whole_and_replaces_what_was_there(mirror: Mirror, tmp_path: Path) -> None:
+    directory = mirror.local / "data"
+    write(directory / "rows.arrow", "rows")
+    write(directory / "deep" / "er.txt", "")
+    mirror.push(directory)
+    other = elsewhere(mirror, tmp_path)
+    write(other.local / "data" / "stale.txt", "of before")
+    other.pull(other.local / "data")
+    found = {str(p.relative_to(other.local)): p.read_text() for p in other.local.rglob("*") if p.is_file()}
+    assert found == {"data/rows.arrow": "rows", "data/deep/er.txt": ""}
+
+
+def test_a_directory_that_was_being_pushed_is_not_there(mirror: Mirror, tmp_path: Path) -> None:
+    for name in ("step-1", "step-2"):
+        write(mirror.local / "checkpoints" / name / "weights", name)
+    mirror.push(mirror.local / "checkpoints" / "step-1")
+    mirror.push(mirror.local / "checkpoints" / "step-2" / "weights")  # killed before the marker
+    other = elsewhere(mirror, tmp_path)
+    assert other.directories(other.local / "checkpoints") == [other.local / "checkpoints" / "step-1"]
+    other.pull(other.local / "checkpoints" / "step-2")
+    assert not (other.local / "checkpoints" / "step-2").exists()
+
+
+def test_a_directory_that_is_there_is_not_pushed_again(
+    mirror: Mirror, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write(mirror.local / "adapter" / "weights", "one")
+    mirror.push(file.parent)
+    pushed: list[Path] = []
+    monkeypatch.setattr(Mirror, "_push_file", lambda self, path: pushed.append(path))
+    mirror.push(file.parent)
+    assert pushed == []
+    write(file, "longer")
+    mirror.push(file.parent)
+    assert pushed == [file]
+
+
+def test_deleting(mirror: Mirror) -> None:
+    directory = write(mirror.local / "runs" / "job" / "file", "x").parent
+    mirror.push(directory)
+    mirror.delete(directory)
+    mirror.delete(directory)
+    assert mirror.read(directory / "file") is None
+    assert mirror.read(directory / MARKER) is None
+    assert mirror.directories(directory.parent) == []
+
+
+def test_a_store_that_does_not_answer_is_an_error_with_a_way_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_url.cache_clear()
+    with bucket(monkeypatch) as url:
+        pass
+    with pytest.raises(StorageError, match="s3://runs/polythink/file") as caught:
+        Mirror(tmp_path, url).push(write(tmp_path / "file", "x"))
+    assert "POLYTHINK_STORAGE" in caught.value.hint
+
+
+def test_an_url_that_nobody_knows_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="nowhere://x"):
+        Mirror(tmp_path, "nowhere://x").read(tmp_path / "file")
