@@ -153,7 +153,7 @@ def _start(cluster: Cluster, num_cpus: int | None, report: Report) -> None:
         try:
             _start_head(cluster, num_cpus)
         except ServiceError:  # Ray gives its own node 30 s to register, fixed: a busy machine may need a second try
-            _start_head_again(cluster, num_cpus)
+            _start_head(cluster, num_cpus)
     _wait(lambda: "mlflow" not in cluster.processes or answers(f"{cluster.mlflow_url}/health"), cluster, "mlflow")
     try:
         deploy(cluster, report)
@@ -161,7 +161,7 @@ def _start(cluster: Cluster, num_cpus: int | None, report: Report) -> None:
         if not cluster.owns_ray or not _is_ending(cluster):
             raise
         report("Ray was ending; starting it again")
-        _start_head_again(cluster, num_cpus)
+        _start_head(cluster, num_cpus)
         deploy(cluster, report)
 
 
@@ -170,11 +170,6 @@ def _start_head(cluster: Cluster, num_cpus: int | None) -> None:
     _run(cluster, "ray", ray_head_command(cluster, num_cpus), head_environment(cluster), PRESETS.parent)
     _wait(lambda: STARTED in cluster.processes["ray"].log_tail(200), cluster, "ray")
     _wait(lambda: dashboard_of(cluster).ray_version() is not None, cluster, "ray")
-
-
-def _start_head_again(cluster: Cluster, num_cpus: int | None) -> None:
-    stop(cluster.processes["ray"], HEAD_PATIENCE_S)
-    _start_head(cluster, num_cpus)
 
 
 def _is_ending(cluster: Cluster) -> bool:
@@ -224,7 +219,9 @@ def _somebodys_ray(cluster: Cluster) -> bool:
 
 
 def _run(cluster: Cluster, name: str, command: list[str], env: dict[str, str], cwd: Path) -> None:
-    """Starts a part and puts it on record at once: whatever happens next, `down` finds it."""
+    """Starts a part in the place of its predecessor and puts it on record at once: whatever happens next, `down` finds it."""
+    if before := cluster.processes.get(name):  # it may have died a moment ago, and its children hold its port
+        stop(before, HEAD_PATIENCE_S)
     cluster.processes[name] = spawn(name, command, env, cwd, polythink_home() / "logs" / f"{name}.log")
     cluster.save()
 

@@ -49,6 +49,7 @@ def test_up_serves_on_loopback_and_down_leaves_nothing(home: Path, monkeypatch: 
         mlflow = psutil.Process(pids["mlflow"])
         server = mlflow.children(recursive=True)
         mlflow.kill()  # its server lives on and holds the port
+        mlflow.wait()
         mended = cluster.up(Ports())
         assert not any(running(process) for process in server)
         assert mended.processes["ray"].pid == pids["ray"]
