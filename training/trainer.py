@@ -5,6 +5,7 @@ import io
 import json
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -163,6 +164,10 @@ class Trainer(SFTTrainer):
         # DDP averages gradients over ranks, and the logged loss is averaged too
         return sums.loss / torch.as_tensor(num_items_in_batch).clamp(min=1) * self.world_size
 
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """Not counted: transformers walks all parameters for it at every pass, and `Reporter` tells the MFU."""
+        return 0
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:  # every rank is here
             self.measures.gather()
@@ -225,13 +230,16 @@ class _EpochLoader(DataLoader):
 
     def __iter__(self) -> Any:
         batches = super().__iter__()
-        while True:
-            started = time.perf_counter()
-            batch = next(batches, None)
-            self._on_wait(time.perf_counter() - started)
-            if batch is None:
-                return
-            yield batch
+        with ThreadPoolExecutor(1, "batches") as ahead:  # reads the next batch while the GPU works on this one
+            coming = ahead.submit(next, batches, None)
+            while True:
+                started = time.perf_counter()
+                batch = coming.result()
+                self._on_wait(time.perf_counter() - started)
+                if batch is None:
+                    return
+                coming = ahead.submit(next, batches, None)
+                yield batch
 
     def set_epoch(self, epoch: int) -> None:
         self.batch_sampler.set_epoch(epoch)  # type: ignore[union-attr]

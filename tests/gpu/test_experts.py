@@ -36,7 +36,7 @@ def reference(experts: PackedExperts, hidden: Tensor, indices: Tensor, weights: 
 
 def random_adapters(experts: PackedExperts, r: int) -> dict[str, LowRank]:
     def half(*shape: int) -> Tensor:
-        return (0.1 * torch.randn(*shape, device=DEVICE)).bfloat16().requires_grad_()
+        return (0.05 * torch.randn(*shape, device=DEVICE)).bfloat16().requires_grad_()
 
     shapes = {name: experts.shape(name) for name in WEIGHTS}
     return {name: LowRank(half(e, i, r), half(e, r, o)) for name, (e, i, o) in shapes.items()}

@@ -66,7 +66,9 @@ class Routing(NamedTuple):
     @classmethod
     def of(cls, indices: Tensor, experts: int) -> Self:
         """From the router's choice `[T, k]`."""
-        chosen, order = indices.flatten().sort(stable=True)
+        narrow = torch.uint8 if experts <= 256 else indices.dtype  # a radix sort takes a pass a byte
+        chosen, order = indices.flatten().to(narrow).sort(stable=True)
+        chosen = chosen.to(indices.dtype)
         offsets = torch.searchsorted(chosen, torch.arange(1, experts + 1, device=chosen.device)).int()
         place = torch.empty_like(order)
         place[order] = torch.arange(len(order), device=order.device)

@@ -11,6 +11,7 @@ from tqdm.auto import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from training.errors import ModelError
+from training.model.attention import install_attention
 from training.model.experts import PackedExperts
 from training.model.weights import InexactError, WeightReader
 
@@ -46,6 +47,8 @@ def load(
         InexactError: packed experts were asked for, and the model has none that can be packed exactly.
     """
     config = AutoConfig.from_pretrained(directory)
+    if attention == "flex_attention":
+        install_attention()
     if weights == "mxfp4" and config.model_type != "gpt_oss":
         raise InexactError(
             f"{directory} holds no MXFP4 experts", hint="Set weights=bf16 for this model.", field="weights"

@@ -87,6 +87,7 @@ class _CrossEntropy(torch.autograd.Function):
             sums += _logits_to_gradient(logits, targets[rows], differentiable)
             if grad is not None:
                 torch.mm(logits, head, out=grad[rows])
+            del logits  # before the next chunk's exist
         ctx.save_for_backward(grad, positions)
         ctx.shape = hidden.shape
         loss, entropy, correct = sums.unbind()

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
 from training.model import share as loading
+from training.model.attention import install_attention
 from training.model.experts import PackedExperts
 from training.model.load import DTYPES, _skeleton
 from training.worker import train_loop
@@ -24,6 +25,7 @@ def random_model(
 ) -> PreTrainedModel:
     """What `training.model.load.load` gives, with weights that mean nothing."""
     config, dtype = AutoConfig.from_pretrained(directory), DTYPES[precision]
+    install_attention()
     model = _skeleton(config, attention, experts or "eager", dtype)
     if weights == "mxfp4":
         for layer in model.model.layers:

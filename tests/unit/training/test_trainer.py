@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy
 from tests.unit.training.runs import adapter, effective, largest_difference, losses, make_run, train
 from training.durable import checkpoints
 from training.errors import PolythinkError, StorageError, TrainingError
+from training.merging.shards import Checkpoint
 from training.model.load import load
 from training.rows.batches import Collator, DealtBatches
 from training.run_dir import RunDir
@@ -158,12 +159,13 @@ class TestResume:
         run_dir = run(**self.SETTINGS, data__packing=packing, data__max_length=1024)
         assert len(load_examples(run_dir)) == (6 if packing else 18)
         expected_losses, expected = losses(run_dir), adapter(run_dir)
-        rates = [line["learning_rate"] for line in run_dir.metrics()]
+        rates, tokens = ([line[key] for line in run_dir.metrics()] for key in ("learning_rate", "num_tokens"))
         self.go_back_to(run_dir, step)
         train(run_dir, random_base)
         assert run_dir.metrics()[8]["step"] == step + 1, "it went on from the checkpoint"
         assert losses(run_dir) == pytest.approx(expected_losses, abs=1e-6)
         assert [line["learning_rate"] for line in run_dir.metrics()][8:] == pytest.approx(rates[step:])
+        assert [line["num_tokens"] for line in run_dir.metrics()][8:] == tokens[step:]
         assert largest_difference(adapter(run_dir), expected) < 1e-6
 
     def test_from_the_last_step_trains_no_further(self, run: MakeRun, random_base: Path) -> None:
@@ -224,11 +226,14 @@ class TestResume:
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path, random_base: Path) -> None:
-    run_dir = make_run(
-        tmp_path / "job", random_base, optim__learning_rate=1.0, optim__max_grad_norm=1e30, lora__alpha=1e38
-    )
+    base = shutil.copytree(random_base, tmp_path / "base")
+    norm = Checkpoint.open(base).entries["model.norm.weight"]
+    with norm.path.open("r+b") as file:
+        file.seek(norm.start)
+        file.write(b"\xff" * norm.size)  # NaN
+    run_dir = make_run(tmp_path / "job", base)
     with pytest.raises(PolythinkError) as caught:
-        train(run_dir, random_base)
+        train(run_dir, base)
     assert isinstance(caught.value, TrainingError)
     assert "learning_rate" in caught.value.hint
     assert not run_dir.adapter.exists()
