@@ -5,6 +5,7 @@ from pathlib import Path
 
 from fastapi import APIRouter, FastAPI
 from fastapi.responses import JSONResponse, RedirectResponse
+from fastapi_offline import FastAPIOffline
 from starlette.concurrency import run_in_threadpool
 
 from serving.errors import UnavailableError, install_error_handlers
@@ -44,7 +45,13 @@ def create_app(
         max_body_mib, max_upload_mib: sizes of bodies, elsewhere and on `POST /files`.
         mlflow_url, ray_url: what links in jobs point to.
     """
-    app = FastAPI(title="Polythink", version="0.1.0", responses={422: {"model": ErrorAnswer}})
+    app = FastAPIOffline(  # /docs with its scripts: FastAPI's own page has browsers fetch them from a CDN
+        title="Polythink",
+        version="0.1.0",
+        responses={422: {"model": ErrorAnswer}},
+        redoc_url=None,  # shows a logo that comes from elsewhere
+        static_url="/docs/assets",
+    )
     install_error_handlers(app)
     policy = PathPolicy(tuple(data_roots), home / "files")
     jobs = JobRoutes(store, policy, plan, queue_timeout_s, mlflow_url, ray_url)

@@ -10,9 +10,12 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.routing import Match, Route
 
+from serving.schemas import IN_WORDS
 from training.errors import ConfigError, DataError, MergeError, ModelError, PolythinkError
 
 log = logging.getLogger(__name__)
@@ -43,12 +46,6 @@ class ConflictError(RequestError):
     """The request contradicts what is already there."""
 
     status_code = 409
-
-
-class TooLargeError(RequestError):
-    """A body over the limit."""
-
-    status_code = 413
 
 
 class UnavailableError(RequestError):
@@ -97,7 +94,7 @@ def request_error(faults: Iterable[Mapping[str, Any]], known: Mapping[str, list[
             hints.append(cause.hint)
             fields.append(".".join(filter(None, [field, cause.field])))
             continue
-        message, hint = _explain(fault, field, (known or {}).get(str(part), []))
+        message, hint = _explain(fault, field, (known or {}).get(str(part), []) if len(location) == 1 else [])
         messages.append(f"{field or 'the body'}: {message}")
         hints.append(hint)
         fields.append(field)
@@ -115,18 +112,25 @@ def _explain(fault: Mapping[str, Any], field: str, known: list[str]) -> tuple[st
     match fault["type"]:
         case "extra_forbidden":
             near = difflib.get_close_matches(field, known)
-            return "unknown field", f"Did you mean {' or '.join(near)}?" if near else f"Known: {', '.join(known)}."
+            hint = f"Did you mean {' or '.join(near)}?" if near else f"Known: {', '.join(known)}."
+            return "unknown field", hint if known else ""
         case "missing":
             return "is required", ""
         case "json_invalid":
             return f"not JSON: {fault['ctx']['error']} at character {fault['loc'][-1]}", ""
+        case "string_pattern_mismatch" if words := IN_WORDS.get(fault["ctx"]["pattern"]):
+            return f"must be {words} (given: {_shortened(value)})", ""
     message = fault["msg"].removeprefix("Value error, ")
     if isinstance(value, bytes):
         return "not JSON", "Send it with `Content-Type: application/json`."
     if isinstance(value, dict):  # a rule about several fields names them itself
         return message, ""
+    return f"{message} (given: {_shortened(value)})", ""
+
+
+def _shortened(value: Any) -> str:
     text = repr(value)
-    return f"{message} (given: {text if len(text) <= 100 else text[:97] + '...'})", ""
+    return text if len(text) <= 100 else text[:97] + "..."
 
 
 def install_error_handlers(app: FastAPI) -> None:
@@ -144,15 +148,31 @@ def install_error_handlers(app: FastAPI) -> None:
     async def _http(request: Request, error: HTTPException) -> JSONResponse:
         if error.status_code == 400:
             return error_response(unreadable(error))
-        hints = {404: "See /docs for the routes.", 405: f"Allowed: {(error.headers or {}).get('Allow', '')}."}
-        body = error_body("HTTPError", str(error.detail), hints.get(error.status_code, ""))
-        return JSONResponse(body, error.status_code, error.headers)
+        headers, hint = dict(error.headers or {}), ""
+        if error.status_code == 404:
+            hint = "See /docs for the routes."
+        if error.status_code == 405 and (allowed := ", ".join(_allowed_methods(request))):
+            headers["Allow"], hint = allowed, f"Allowed: {allowed}."
+        return JSONResponse(error_body("HTTPError", str(error.detail), hint), error.status_code, headers)
+
+    @app.exception_handler(ClientDisconnect)
+    async def _gone(request: Request, error: ClientDisconnect) -> Response:
+        return Response(status_code=499)  # nobody reads it
 
     @app.exception_handler(Exception)
     async def _unexpected(request: Request, error: Exception) -> JSONResponse:
         log.error("%s %s failed", request.method, request.url.path, exc_info=error)
         body = error_body("InternalError", f"{type(error).__name__}: {error}", "The service's log has the traceback.")
         return JSONResponse(body, 500)
+
+
+def _allowed_methods(request: Request) -> list[str]:
+    """Methods of all routes of the request's path; Starlette's own header names those of the first one only."""
+    allowed: set[str] = set()
+    for route in request.app.routes:
+        if isinstance(route, Route) and route.matches(request.scope)[0] is Match.PARTIAL:
+            allowed |= route.methods or set()
+    return sorted(allowed)
 
 
 def _known_fields(request: Request) -> dict[str, list[str]]:

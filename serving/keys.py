@@ -32,6 +32,9 @@ class ForbiddenError(RequestError):
 
 USER_ROUTES = {
     ("GET", "/docs"),
+    ("GET", "/docs/assets/swagger-ui-bundle.js"),
+    ("GET", "/docs/assets/swagger-ui.css"),
+    ("GET", "/docs/assets/favicon.png"),
     ("GET", "/openapi.json"),
     ("POST", "/generate"),
     ("GET", "/deployment"),

@@ -61,7 +61,7 @@ class KeyCheck:
 
 
 class BodyLimit:
-    """Refuses bodies over a size, by their declared length or while they are read."""
+    """Refuses bodies over a size while they are read."""
 
     def __init__(self, app: ASGIApp, limits: dict[str, int], default: int):
         self.app = app

@@ -11,13 +11,13 @@ from training.errors import ConfigError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
 
-SERVICE_FOLDERS = ("files", "runs", "mlflow", "cluster")
-"""In POLYTHINK_HOME: no rows of anybody's own lie there. Models do."""
-
 
 @dataclass(frozen=True)
 class PathPolicy:
-    """What paths of a request may name: the hub, uploads, and files under `roots` (POLYTHINK_DATA_ROOTS)."""
+    """What paths of a request may name: the hub, uploads, and files under `roots` (POLYTHINK_DATA_ROOTS).
+
+    Under a root that is POLYTHINK_HOME or holds it, only models and MLflow's store of what lies in there.
+    """
 
     roots: tuple[Path, ...]
     files: Path
@@ -78,16 +78,23 @@ class PathPolicy:
             )
         if field == "model.path" and not resolved.is_dir():
             raise RequestError(f"{field}={path!r} is a file", hint="Give the directory of a model.", field=field)
-        if field.startswith("data.") and self._is_service_data(resolved):
+        if self._is_services_own(field, resolved):
             raise RequestError(
                 f"{field}={path!r} is where the service keeps its own and other users' files",
-                hint="Name your upload as file:ID, or put rows into another directory.",
+                hint="Name your upload as file:ID, or put rows into another directory."
+                if field.startswith("data.")
+                else "Leave it out to take the service's MLflow.",
                 field=field,
             )
 
-    def _is_service_data(self, path: Path) -> bool:
+    def _is_services_own(self, field: str, path: Path) -> bool:
+        """Whether `path` lies in POLYTHINK_HOME, in no root of its own there, and is none of what `field` is for: jobs'
+        models, MLflow's store."""
         home = self.files.parent.resolve()
-        return path == home or any(path.is_relative_to(home / name) for name in SERVICE_FOLDERS)
+        if field == "model.path" or (field.startswith("tracking.") and path.is_relative_to(home / "mlflow")):
+            return False
+        named = [root for root in map(Path.resolve, self.roots) if home in root.parents]
+        return path.is_relative_to(home) and not any(path.is_relative_to(root) for root in named)
 
     def _check_uri(self, field: str, uri: str | None) -> None:
         scheme, _, path = (uri or "").partition(":")

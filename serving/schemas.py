@@ -12,6 +12,16 @@ from training.errors import ConfigError
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,99}$"
 """Ids become names of directories: no dot, no slash."""
+CURSOR_PATTERN = r"^[0-9]{1,18}$"
+KEY_PATTERN = r"^[\x21-\x7e]+$"
+
+IN_WORDS = {
+    NAME_PATTERN: "1 to 100 letters from A to Z, digits, '.', '_' or '-', of which the first is a letter or digit",
+    ID_PATTERN: "1 to 100 letters from A to Z, digits, '_' or '-', of which the first is a letter or digit",
+    CURSOR_PATTERN: "the next_cursor of the page before",
+    KEY_PATTERN: "printable ASCII characters without spaces",
+}
+"""What each pattern allows, for the errors of those who do not read patterns."""
 
 
 class Request(BaseModel):
@@ -38,8 +48,14 @@ def _check_json(value: Any, where: str = "", depth: int = 0) -> None:
 
 
 def _check_key(key: str, where: str) -> None:
-    _check_text(key, where or "the body")
+    _check_text(key, where)
     path = f"{where}.{key}" if where else key
+    if not all(part.strip() for part in key.split(".")):
+        raise ConfigError(
+            f"{where or 'the body'} has the key {key[:MAX_KEY_CHARACTERS]!r}",
+            hint="A key is a name such as optim, or several joined by single dots such as optim.seed.",
+            field=where or None,
+        )
     if len(key) > MAX_KEY_CHARACTERS:
         raise ConfigError(f"{where or 'the body'} has a key of {len(key)} characters", field=where or None)
     if path.endswith("trust_remote_code"):
@@ -52,7 +68,11 @@ def _check_key(key: str, where: str) -> None:
 
 def _check_text(text: str, where: str) -> None:
     if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
-        raise ConfigError(f"{where} holds a NUL or half a surrogate pair", hint="Send Unicode text.", field=where)
+        raise ConfigError(
+            f"{where or 'the body'} holds a NUL or half a surrogate pair",
+            hint="Send Unicode text.",
+            field=where or None,
+        )
 
 
 class PlanRequest(Request):
@@ -98,9 +118,9 @@ class JobQuery(Request):
 
     status: list[JobStatus] = Field(default_factory=list)
     """Repeat for several."""
-    name: str | None = Field(default=None, max_length=100)
+    name: str | None = Field(default=None, pattern=NAME_PATTERN)
     limit: int = Field(default=50, ge=1, le=200)
-    cursor: str | None = Field(default=None, pattern=r"^[0-9]{1,18}$")
+    cursor: str | None = Field(default=None, pattern=CURSOR_PATTERN)
     """`next_cursor` of the page before."""
 
 

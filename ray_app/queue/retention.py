@@ -9,10 +9,11 @@ from pathlib import Path
 
 from ray_app.queue.store import SqlStore
 from serving.deployment import DEPLOYMENT_FILE, read_choice
+from serving.errors import NotFoundError, UnavailableError
 from serving.jobs import JobRecord
-from serving.models.names import ModelNames
+from serving.models.names import LATEST, ModelNames
+from training.config import is_local_path
 from training.durable.run_mirror import RunMirror
-from training.errors import PolythinkError
 from training.run_dir import RunDir
 
 log = logging.getLogger(__name__)
@@ -43,25 +44,27 @@ class Retention:
         """Deletes what is too much or too old; returns the ids of the jobs that are gone.
 
         Raises:
+            PolythinkError: which model is deployed cannot be told, so that any may be.
             Exception: the database does not answer. What was not asked about is still there.
         """
-        chosen = read_choice(self.names.home / DEPLOYMENT_FILE).model
-        deployed = self._directory(chosen)
         gone = []
         for job in self.store.superseded(self.keep, time.time() - self.keep_days * DAY_S):
-            if chosen in {f"job:{job.id}", f"adapter:{job.id}"} or self._is_kept(job, deployed):
-                continue
-            if self.store.delete(job):
+            # the deployment is looked at last and anew: another one may have been chosen while a registry was asked
+            if not self._may_be_registered(job) and not self._is_deployed(job) and self.store.delete(job):
                 self._delete(job)
                 gone.append(job.id)
-        if gone:
-            log.info("%d jobs were forgotten: %s", len(gone), ", ".join(gone))
+                log.info("job %s was forgotten", job.id)
         return gone
 
-    def _is_kept(self, job: JobRecord, deployed: Path | None) -> bool:
-        made = [job.run_dir, (job.result or {}).get("model")]
-        if deployed and any(deployed.is_relative_to(Path(directory).resolve()) for directory in made if directory):
+    def _is_deployed(self, job: JobRecord) -> bool:
+        chosen = read_choice(self.names.home / DEPLOYMENT_FILE).model
+        if chosen in {f"job:{job.id}", f"adapter:{job.id}"}:
             return True
+        made = [job.run_dir, (job.result or {}).get("model")]
+        deployed = self._directory(chosen)
+        return deployed is not None and any(deployed.is_relative_to(Path(path).resolve()) for path in made if path)
+
+    def _may_be_registered(self, job: JobRecord) -> bool:
         try:
             return self.is_registered(job)
         except Exception as error:  # each job may have a tracker of its own, and whatever its client raises
@@ -80,7 +83,20 @@ class Retention:
             RunMirror(RunDir(Path(job.run_dir)), self.storage).delete()
 
     def _directory(self, model: str) -> Path | None:
+        """Where the model of that name lies, or an adapter's base; None when there is none, or none any more.
+
+        Raises:
+            PolythinkError: that cannot be told.
+        """
+        if model.startswith("adapter:"):  # a base from the hub is no job's, and must not be fetched for this
+            job = self.store.get(model.removeprefix("adapter:"))
+            base = job.config["model"]["path"] if job else ""
+            return Path(base).expanduser().resolve() if is_local_path(base) else None
         try:
             return self.names.resolve(model).directory.resolve()
-        except PolythinkError:  # nothing is there to be deployed, or it is gone already
+        except NotFoundError:
             return None
+        except UnavailableError:
+            if model == LATEST:  # no job has made a model
+                return None
+            raise

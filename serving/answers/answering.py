@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import TYPE_CHECKING
 
 from serving.answers.enforcement import attempts, is_wrong, opening_ids
 from serving.answers.generation import Event, GenerateRequest, Started, TextDelta
@@ -12,16 +11,10 @@ from serving.engines.engine import Sampling
 from serving.errors import RequestError
 from serving.models.names import ModelSource
 from serving.models.served import ServedModel
+from training.data import is_longer
 from training.errors import DataError
 from training.harmony import with_reasoning_language
 from training.language import language_name
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-PIECE_CHARACTERS = 16_384
-CUT_TOKENS = 32
-"""More than a text's tokens grow where it is cut."""
 
 
 async def answer(model: ServedModel, request: GenerateRequest, source: ModelSource) -> AsyncGenerator[Event, None]:
@@ -99,7 +92,7 @@ def render(model: ServedModel, request: GenerateRequest) -> list[int]:
     field = "prompt" if request.messages is None else "messages"
     if request.reasoning_language:
         messages = with_reasoning_language(messages, language_name(request.reasoning_language))
-    texts = [text for message in messages for text in message.values()]
+    texts = [message["content"] for message in messages]  # what earlier turns thought is not rendered
     if not is_longer(model.renderer.tokenizer, texts, context):
         try:
             ids = model.renderer.prompt_ids(messages, reasoning_effort=request.reasoning_effort)
@@ -112,23 +105,6 @@ def render(model: ServedModel, request: GenerateRequest) -> list[int]:
         hint="Shorten the conversation.",
         field=field,
     )
-
-
-def is_longer(tokenizer: "PreTrainedTokenizerBase", texts: list[str], limit: int) -> bool:
-    """Whether `texts` are surely more than `limit` tokens; encodes no more of them than it needs to know.
-
-    4 MiB take 20 s to encode, a body's limit; this takes as long as the longest prompt that fits.
-    """
-    if sum(len(text.encode("utf-8", "replace")) for text in texts) <= limit:  # a token has a byte at least
-        return False
-    tokens = 0
-    for text in texts:
-        for start in range(0, len(text), PIECE_CHARACTERS):
-            piece = text[start : start + PIECE_CHARACTERS]
-            tokens += len(tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]) - CUT_TOKENS
-            if tokens > limit:
-                return True
-    return False
 
 
 def sampling(model: ServedModel, request: GenerateRequest, prompt_tokens: int) -> Sampling:

@@ -1,8 +1,8 @@
 """Which directory a model's name means. Loads without torch."""
 
-import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -12,11 +12,14 @@ from serving.engines.engine import EngineName
 from serving.errors import NotFoundError, RequestError, UnavailableError
 from serving.schemas import ID_PATTERN
 from training.model.base import fetch
-from training.run_dir import Phase, RunDir, read_json
+from training.run_dir import Phase, RunDir
+from training.tracking.patience import ANSWER_S, limit_patience
 
 LATEST = "latest"
 LISTED_JOBS = 100
 REGISTERED = "models:/"
+MAX_VERSION = 2**31 - 1
+"""Of a registered model: MLflow's column is a 32-bit integer, and databases have errors of their own beyond it."""
 NOT_THERE = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")
 """What MLflow's stores call a version, and an alias, that they do not know."""
 
@@ -108,12 +111,12 @@ class ModelNames:
         model, separator, version = name.removeprefix(REGISTERED).rpartition("@" if "@" in name else "/")
         if not model or not separator or not version:
             raise _unknown(name)
+        if "@" not in name and not (re.fullmatch("[0-9]{1,10}", version) and int(version) <= MAX_VERSION):
+            raise NotFoundError(f"there is no {name!r}: a version is a whole number up to {MAX_VERSION}", field="model")
         store = self.tracking_uri.removeprefix("sqlite:///")
         if store != self.tracking_uri and not Path(store).exists():  # the client would make it, which takes seconds
-            raise NotFoundError(f"there is no {name}: nothing is registered yet", field="model")
-        # MLflow's own patience is minutes, in which whoever asks learns nothing
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+            raise NotFoundError(f"there is no {name!r}: nothing is registered yet", field="model")
+        limit_patience(ANSWER_S)
         from mlflow import MlflowClient  # takes a second to import, and only these names need it
         from mlflow.exceptions import MlflowException
 
@@ -157,9 +160,12 @@ def names_of_jobs(home: Path) -> list[str]:
 
 def _jobs(home: Path) -> Iterator[ModelSource]:
     """Models of the jobs that succeeded, newest first; older results are not read before they are asked for."""
-    ended = [(path.stat().st_mtime, path) for path in home.glob("runs/*/result.json")]
+    ended = []
+    for path in home.glob("runs/*/result.json"):
+        with suppress(FileNotFoundError):  # retention has deleted it meanwhile
+            ended.append((path.stat().st_mtime, path))
     for _, path in sorted(ended, reverse=True):
-        result = read_json(path) or {}
+        result = RunDir(path.parent).result() or {}
         if result.get("status") == Phase.SUCCEEDED and result.get("model"):
             yield ModelSource(f"job:{path.parent.name}", Path(result["model"]))
 

@@ -2,9 +2,10 @@
 
 import hashlib
 import json
+import re
 import tempfile
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,9 +17,10 @@ from fastapi.responses import PlainTextResponse, Response, StreamingResponse
 from serving.errors import NotFoundError, UnavailableError
 from serving.jobs import JobFilter, JobRecord, JobStatus, JobStore, NewJob
 from serving.requests import PathPolicy, resolve_config
-from serving.routes.streams import chunks, follow_job, follow_log, read_tail, write_zip
+from serving.routes.streams import chunks, follow, job_events, log_events, read_tail, write_zip
 from serving.schemas import (
     ID_PATTERN,
+    KEY_PATTERN,
     Job,
     JobPage,
     JobQuery,
@@ -36,7 +38,7 @@ from training.config import TrainConfig
 from training.run_dir import RunDir
 
 JobId = Annotated[str, InPath(pattern=ID_PATTERN)]
-IdempotencyKey = Annotated[str | None, Header(min_length=1, max_length=200, pattern=r"^[\x21-\x7e]+$")]
+IdempotencyKey = Annotated[str | None, Header(min_length=1, max_length=200, pattern=KEY_PATTERN)]
 """The same key with the same body gives the same answer, however often it is sent."""
 Planner = Callable[[TrainConfig], dict[str, Any]]
 
@@ -120,22 +122,22 @@ class JobRoutes:
         if not query.follow:
             return PlainTextResponse(read_tail(path, query.tail))
         last_id = request.headers.get("last-event-id", "")  # sent by a client whose connection broke
-        offset = int(last_id) if last_id.isascii() and last_id.isdecimal() else _tail_offset(path, query.tail)
+        offset = int(last_id) if re.fullmatch("[0-9]{1,18}", last_id) else _tail_offset(path, query.tail)
 
         def is_over() -> bool:
             job = self.store.get(job_id)
             return job is None or job.status.is_terminal()
 
-        return _event_stream(follow_log(path, is_over, offset))
+        return _event_stream(log_events(path, is_over, offset))
 
     def events(self, job_id: JobId) -> Response:
         """The job as server-sent events, one at each change."""
         self._known(job_id)
 
-        def render(job: JobRecord) -> dict[str, Any]:
-            return job_summary(job, self.mlflow_url, self.ray_url).model_dump(mode="json")
+        def render(job: JobRecord) -> str:
+            return job_summary(job, self.mlflow_url, self.ray_url).model_dump_json()
 
-        return _event_stream(follow_job(lambda: self.store.get(job_id), render))
+        return _event_stream(job_events(lambda: self.store.get(job_id), render))
 
     def metrics(self, job_id: JobId, query: Annotated[MetricsQuery, Query()]) -> MetricsAnswer:
         """What was logged: loss, learning rate, gradient norm, speed."""
@@ -191,7 +193,7 @@ def _tail_offset(path: Path, lines: int | None) -> int:
     return starts[0]
 
 
-def _event_stream(events: Any) -> StreamingResponse:
+def _event_stream(events: Iterator[str]) -> StreamingResponse:
     # no-transform and the nginx header keep proxies from collecting events before they pass them on
     headers = {"Cache-Control": "no-cache, no-transform", "X-Accel-Buffering": "no"}
-    return StreamingResponse(events, media_type="text/event-stream", headers=headers)
+    return StreamingResponse(follow(events), media_type="text/event-stream", headers=headers)

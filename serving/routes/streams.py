@@ -1,14 +1,16 @@
 """What is sent while it grows: a log, a job's changes, a directory as an archive."""
 
 import asyncio
+import io
 import json
 import os
+import re
 import zipfile
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from starlette.concurrency import run_in_threadpool
+from starlette.concurrency import iterate_in_threadpool
 
 from serving.jobs import JobRecord
 
@@ -16,13 +18,15 @@ POLL_S = 0.5
 HEARTBEAT_S = 15.0
 """Between two comments on an idle stream: proxies and clients drop silent connections after 30 to 60 s."""
 CHUNK_BYTES = 256 * 1024
+LINE_END = re.compile(r"\r\n|\r|\n")
+"""What ends a line of an event stream: a progress bar's carriage return would cut a log's line short."""
 
 
 def sse(event: str, data: Any, id_: int | None = None) -> str:
     """One server-sent event. `data` is JSON, except plain strings, whose lines are sent as they are."""
     text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
     lines = [f"id: {id_}"] if id_ is not None else []
-    return "\n".join([*lines, f"event: {event}", *(f"data: {line}" for line in text.split("\n"))]) + "\n\n"
+    return "\n".join([*lines, f"event: {event}", *(f"data: {line}" for line in LINE_END.split(text))]) + "\n\n"
 
 
 def read_tail(path: Path, lines: int | None) -> str:
@@ -38,8 +42,8 @@ def read_tail(path: Path, lines: int | None) -> str:
             start = max(0, start - CHUNK_BYTES)
             file.seek(start)
             block = file.read(end - start)
-    kept = block.decode("utf-8", errors="replace").splitlines(keepends=True)
-    return "".join(kept[-lines:])
+    kept = io.BytesIO(block).readlines()[-lines:]  # unlike splitlines, does not count a progress bar's carriage returns
+    return b"".join(kept).decode("utf-8", errors="replace")
 
 
 def read_from(path: Path, offset: int) -> tuple[str, int]:
@@ -53,43 +57,42 @@ def read_from(path: Path, offset: int) -> tuple[str, int]:
     return whole.decode("utf-8", errors="replace"), offset + len(whole)
 
 
-async def follow_log(path: Path, is_over: Callable[[], bool], offset: int = 0) -> AsyncIterator[str]:
-    """`log` events with the lines of `path` as they come, each with the byte offset behind it as id; then `end`."""
-    idle_s = 0.0
+def log_events(path: Path, is_over: Callable[[], bool], offset: int = 0) -> Iterator[str]:
+    """`log` events with the lines of `path`, each with the byte offset behind it as id; then `end`. Empty while it waits."""
     while True:
-        over = await run_in_threadpool(is_over)  # asked first: what is written before the end is read after it
-        text, offset = await run_in_threadpool(read_from, path, offset)
+        over = is_over()  # asked first: what is written before the end is read after it
+        text, offset = read_from(path, offset)
         if text:
-            idle_s = 0.0
             yield sse("log", text.removesuffix("\n"), offset)
-            continue
-        if over:
+        elif over:
             yield sse("end", {"offset": offset})
             return
-        idle_s += POLL_S
-        if idle_s >= HEARTBEAT_S:
-            idle_s = 0.0
-            yield ": still here\n\n"
-        await asyncio.sleep(POLL_S)
+        else:
+            yield ""
 
 
-async def follow_job(
-    get: Callable[[], JobRecord | None], render: Callable[[JobRecord], dict[str, Any]]
-) -> AsyncIterator[str]:
-    """`job` events, one now and one at each change; then `end` with the job's last state."""
-    last: dict[str, Any] | None = None
-    idle_s = 0.0
-    while True:
-        job = await run_in_threadpool(get)
-        if job is None:  # deleted by retention meanwhile
-            return
+def job_events(get: Callable[[], JobRecord | None], render: Callable[[JobRecord], str]) -> Iterator[str]:
+    """`job` events, one now and one at each change; then `end` with the job's last state. Empty while it waits."""
+    last = ""
+    while (job := get()) is not None:  # else retention has deleted it meanwhile
         now = render(job)
         if now != last:
-            last, idle_s = now, 0.0
+            last = now
             yield sse("job", now)
         if job.status.is_terminal():
             yield sse("end", now)
             return
+        yield ""
+
+
+async def follow(events: Iterator[str]) -> AsyncIterator[str]:
+    """`events`, made in threads. An empty one says that there is nothing new: then comes a pause, now and then a comment."""
+    idle_s = 0.0
+    async for event in iterate_in_threadpool(events):
+        if event:
+            idle_s = 0.0
+            yield event
+            continue
         idle_s += POLL_S
         if idle_s >= HEARTBEAT_S:
             idle_s = 0.0

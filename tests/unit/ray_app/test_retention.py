@@ -1,6 +1,7 @@
 """What is forgotten, and what never is."""
 
 import json
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 
 from ray_app.queue.retention import Retention
 from ray_app.queue.store import SqlStore
+from serving.errors import RequestError, UnavailableError
 from serving.jobs import JobFilter, JobRecord, JobStatus, NewJob
 from serving.models.names import ModelNames
 from training.config import parse_config
@@ -100,6 +102,55 @@ def test_the_job_of_a_deployed_adapter_is_kept(store: SqlStore, home: Path, ende
     (home / "deployment.json").write_text(json.dumps({"model": f"adapter:{first}"}))
     assert sweep(store, home, keep=1) == [second]
     assert (home / "runs" / first).is_dir()
+
+
+def test_the_base_of_a_deployed_adapter_is_kept(store: SqlStore, home: Path, ended: Callable[..., str]) -> None:
+    first, second = ended(), ended()
+    on_first = {"model": {"path": str(home / "models" / first)}, "data": {"path": "a/c"}}
+    job = store.submit(NewJob("demo", parse_config(on_first)))
+    assert store.move(job, JobStatus.CANCELLED)
+    (home / "deployment.json").write_text(json.dumps({"model": f"adapter:{job.id}"}))
+    assert sweep(store, home, keep=1) == [second]
+    assert (home / "models" / first).is_dir()
+
+
+@pytest.mark.parametrize(
+    ("chosen", "error"), [("models:/german@champion", UnavailableError), ("/elsewhere", RequestError)]
+)
+def test_while_it_cannot_be_told_what_is_deployed_all_is_kept(
+    store: SqlStore,
+    home: Path,
+    ended: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+    chosen: str,
+    error: type[Exception],
+) -> None:
+    for name in ("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "MLFLOW_HTTP_REQUEST_TIMEOUT"):
+        monkeypatch.setenv(name, "1")
+    ids = {ended() for _ in range(3)}
+    (home / "deployment.json").write_text(json.dumps({"model": chosen}))
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        names = ModelNames(home, (home,), f"http://127.0.0.1:{closed.getsockname()[1]}")
+    with pytest.raises(error):
+        Retention(store, names, 1, 30, lambda job: False).sweep()
+    assert {job.id for job in store.list_jobs(JobFilter())} == ids
+    assert {path.name for path in (home / "models").iterdir()} == ids
+
+
+def test_a_model_that_is_gone_keeps_nothing(store: SqlStore, home: Path, ended: Callable[..., str]) -> None:
+    first, _ = ended(), ended()
+    (home / "deployment.json").write_text(json.dumps({"model": "job:none"}))
+    assert sweep(store, home, keep=1) == [first]
+
+
+def test_a_model_deployed_during_the_sweep_is_kept(store: SqlStore, home: Path, ended: Callable[..., str]) -> None:
+    first, second, _ = (ended() for _ in range(3))
+
+    def slow(job: JobRecord) -> bool:
+        (home / "deployment.json").write_text(json.dumps({"model": f"job:{first}"}))
+        return False
+
+    assert Retention(store, ModelNames(home, (home,), ""), 1, 30, slow).sweep() == [second]
 
 
 def test_a_job_whose_registry_does_not_answer_is_kept_and_holds_up_no_other(

@@ -4,6 +4,7 @@ import asyncio
 import io
 import json
 import os
+import re
 import zipfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -20,6 +21,8 @@ from ray_app.queue.store import SqlStore
 from serving.api import create_app
 from serving.errors import AuthError, UnavailableError
 from serving.jobs import JobStatus
+from serving.keys import KeyRing, Role, StoredKey, key_digest
+from serving.routes import streams
 from training.config import TrainConfig
 from training.rows import records
 from training.run_dir import RunDir
@@ -42,7 +45,7 @@ class Client:
     """A blocking client of an application: tests read better without async."""
 
     def __init__(self, store: SqlStore, home: Path, **options: Any):
-        self.app = create_app(store, home=home, data_roots=[home], plan=plan, **options)
+        self.app = create_app(store, home=home, data_roots=[home, home / "rows"], plan=plan, **options)
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[httpx.AsyncClient]:
@@ -61,6 +64,14 @@ class Client:
 @pytest.fixture
 def client(store: SqlStore, home: Path) -> Client:
     return Client(store, home)
+
+
+@pytest.fixture
+def rows(home: Path) -> Path:
+    """A directory that is a root of its own, such as the presets' folder is where all is installed in POLYTHINK_HOME."""
+    path = home / "rows"
+    path.mkdir()
+    return path
 
 
 def fault(response: httpx.Response, status_code: int = 422) -> dict[str, Any]:
@@ -130,7 +141,7 @@ def test_a_preset_takes_dotted_and_nested_overrides(client: Client) -> None:
         ({"config": CONFIG, "prioritty": 1}, "prioritty", "unknown field"),
         ({"config": CONFIG, "priority": "high"}, "priority", "'high'"),
         ({"config": CONFIG, "priority": 101}, "priority", "101"),
-        ({"config": CONFIG, "name": "../x"}, "name", "'../x'"),
+        ({"config": CONFIG, "name": "../x"}, "name", "letter or digit (given: '../x')"),
         ({"config": CONFIG, "name": "a\u0000b"}, "name", "NUL"),
         ({"config": CONFIG, "queue_timeout_s": -1}, "queue_timeout_s", "-1"),
         ({"config": CONFIG | {"optimm": {}}}, "config.optimm", "unknown key"),
@@ -160,6 +171,12 @@ def test_a_preset_takes_dotted_and_nested_overrides(client: Client) -> None:
         ({"config": CONFIG, "overrides": {".".join("a" * 5000): 1}}, "overrides", "9999 characters"),
         ({"config": CONFIG, "overrides": nested(400)}, "overrides" + ".a" * 20, "20 levels"),
         ({"config": CONFIG, "overrides": {".".join("a" * 90): 1}}, "a", "unknown key"),
+        ({"config": CONFIG, "overrides": {"": 1}}, "overrides", "has the key ''"),
+        ({"config": CONFIG, "overrides": {"..": 1}}, "overrides", "has the key '..'"),
+        ({"config": CONFIG, "overrides": {"optim.seed.": 1}}, "overrides", "has the key 'optim.seed.'"),
+        ({"config": CONFIG, "overrides": {"optim": {" ": 1}}}, "overrides.optim", "has the key ' '"),
+        ({"config": CONFIG | {"": 1}}, "config", "has the key ''"),
+        ({"": 1}, "body", "has the key ''"),
         ([1], "body", "dictionary"),
         ("x", "body", "dictionary"),
         (None, "body", "required"),
@@ -215,13 +232,24 @@ def test_what_the_service_keeps_is_nobodys_rows(client: Client, home: Path) -> N
     """Other users' uploads lie in it, and what other jobs wrote."""
     for folder in ("files", "runs/job-1/evaluation", "mlflow", "mine"):
         (home / folder).mkdir(parents=True, exist_ok=True)
-    for path in (home, home / "files", home / "runs", home / "runs/job-1/evaluation", home / "mine/../files"):
+    (home / "jobs.db-wal").touch()
+    for name in ("", "files", "runs", "runs/job-1/evaluation", "mine/../files", "mine", "jobs.db", "jobs.db-wal"):
+        path = home / name
         for field in ("data.path", "data.held_out_path"):
             body = {"config": CONFIG, "overrides": {field: str(path)}}
             error = fault(client("POST", "/jobs", json=body))
             assert (error["field"], "other users' files" in error["message"]) == (field, True), error
             assert "file:ID" in error["hint"]
-    body = {"config": CONFIG, "overrides": {"data.path": str(home / "mine")}}
+
+
+def test_of_the_services_databases_jobs_may_log_to_mlflows(client: Client, home: Path) -> None:
+    """MLflow would make its tables in the job store."""
+    (home / "mlflow").mkdir()
+    (home / "mlflow/mlflow.db").touch()
+    body = {"config": CONFIG, "overrides": {"tracking.uri": f"sqlite:///{home}/jobs.db"}}
+    error = fault(client("POST", "/jobs", json=body))
+    assert (error["field"], "MLflow" in error["hint"]) == ("tracking.uri", True)
+    body["overrides"] = {"tracking.uri": f"sqlite:///{home}/mlflow/mlflow.db", "model.path": f"{home}/mlflow"}
     assert client("POST", "/jobs", json=body).status_code == 202
 
 
@@ -232,20 +260,27 @@ def test_a_file_is_no_model(client: Client, home: Path) -> None:
     assert "is a file" in error["message"]
 
 
-def test_links_that_lead_out_of_the_roots_are_followed_before_the_check(client: Client, home: Path) -> None:
-    (home / "escape").symlink_to("/etc")
-    body = {"config": CONFIG, "overrides": {"data.path": f"{home}/escape/passwd"}}
+def test_links_that_lead_out_of_the_roots_are_followed_before_the_check(client: Client, rows: Path) -> None:
+    (rows / "escape").symlink_to("/etc")
+    body = {"config": CONFIG, "overrides": {"data.path": f"{rows}/escape/passwd"}}
     assert "outside" in fault(client("POST", "/jobs", json=body))["message"]
-    (home / "rows.jsonl").write_text("{}\n")
-    body["overrides"] = {"data.path": f"{home}/rows.jsonl"}
+    (rows / "rows.jsonl").write_text("{}\n")
+    body["overrides"] = {"data.path": f"{rows}/rows.jsonl"}
     assert client("POST", "/jobs", json=body).status_code == 202
 
 
 def test_unknown_routes_methods_and_parameters_have_the_same_form(client: Client) -> None:
     fault(client("GET", "/nope"), 404)
     fault(client("GET", "/jobs/job-0"), 404)
-    fault(client("DELETE", "/jobs"), 405)
+    response = client("DELETE", "/jobs")
+    assert fault(response, 405)["hint"] == "Allowed: GET, POST."
+    assert response.headers["allow"] == "GET, POST"
+    assert fault(client("DELETE", "/jobs/job-0"), 405)["hint"] == "Allowed: GET."
     assert fault(client("GET", "/jobs?limit=0"))["field"] == "limit"
+    for path, words in (("/jobs?name=%00", "digit"), ("/jobs?cursor=x", "next_cursor"), ("/jobs/a.b", "letters")):
+        message = fault(client("GET", path))["message"]
+        assert words in message
+        assert "[" not in message, "a pattern is shown"
     assert fault(client("GET", "/jobs?limt=3"))["hint"] == "Did you mean limit?"
     assert fault(client("GET", "/jobs?status=DONE"))["field"].startswith("status")
 
@@ -259,7 +294,8 @@ def test_the_same_key_gives_the_same_job_and_another_body_a_conflict(client: Cli
     error = fault(client("POST", "/jobs", json={"config": CONFIG, "priority": 1}, headers=key), 409)
     assert error["field"] == "Idempotency-Key"
     assert len(client("GET", "/jobs").json()["jobs"]) == 1
-    assert fault(client("POST", "/jobs", json={"config": CONFIG}, headers={"Idempotency-Key": "a b"}))
+    error = fault(client("POST", "/jobs", json={"config": CONFIG}, headers={"Idempotency-Key": "a b"}))
+    assert "without spaces (given: 'a b')" in error["message"]
 
 
 def test_pages_end(client: Client) -> None:
@@ -291,6 +327,8 @@ def test_logs_are_text_and_may_be_cut(client: Client, store: SqlStore) -> None:
     run_dir.log_path.write_text("one\ntwo\nthree\n")
     assert client("GET", f"/jobs/{job_id}/logs").text == "one\ntwo\nthree\n"
     assert client("GET", f"/jobs/{job_id}/logs?tail=2").text == "two\nthree\n"
+    run_dir.log_path.write_bytes(b"one\n1%\r2%\r3%\nthree\n")
+    assert client("GET", f"/jobs/{job_id}/logs?tail=2").content == b"1%\r2%\r3%\nthree\n"
 
 
 def events(text: str) -> list[tuple[str, str, str | None]]:
@@ -329,6 +367,35 @@ def test_logs_are_followed_to_the_end_and_from_where_a_client_was(client: Client
     assert events(tail.text)[0] == ("log", "two\nthree", "14")
     again = client("GET", f"/jobs/{job_id}/logs?follow=true&tail=2", headers={"Last-Event-ID": "8"})
     assert events(again.text)[0] == ("log", "three", "14")  # where it was counts for more
+    for last_id in ("9" * 30, "9" * 5000, "-1", "x"):  # not one of ours
+        again = client("GET", f"/jobs/{job_id}/logs?follow=true", headers={"Last-Event-ID": last_id})
+        assert events(again.text)[0] == ("log", "one\ntwo\nthree", "14")
+
+
+def test_a_carriage_return_ends_no_event_field(client: Client, store: SqlStore) -> None:
+    """To a client of server-sent events it ends a line as a line feed does: what follows would be of no field."""
+    job_id, run_dir = started(store, client)
+    run_dir.log_path.write_bytes(b"1%\r2%\r\nthree\n")
+    end(store, job_id, JobStatus.SUCCEEDED)
+    text = client("GET", f"/jobs/{job_id}/logs?follow=true").content.decode()
+    assert text.startswith("id: 13\nevent: log\ndata: 1%\ndata: 2%\ndata: three\n\n")
+
+
+async def test_an_idle_stream_is_kept_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "POLL_S", 0.01)
+    monkeypatch.setattr(streams, "HEARTBEAT_S", 0.03)
+    over = iter([False] * 10 + [True])
+    seen = [event async for event in streams.follow(streams.log_events(tmp_path / "none", lambda: next(over)))]
+    assert seen == [": still here\n\n"] * 3 + ['event: end\ndata: {"offset": 0}\n\n']
+
+
+def test_numbers_that_json_lacks_are_null(client: Client, store: SqlStore) -> None:
+    job_id, run_dir = started(store, client)
+    run_dir.append_metrics({"step": 1, "loss": float("nan")})
+    end(store, job_id, JobStatus.FAILED, progress={"loss": float("nan")})
+    assert client("GET", f"/jobs/{job_id}/metrics").json()["metrics"] == [{"step": 1, "loss": None}]
+    data = events(client("GET", f"/jobs/{job_id}/events").text)[0][1]
+    assert json.loads(data, parse_constant=pytest.fail)["progress"]["loss"] is None
 
 
 def test_events_tell_each_change_and_the_end(client: Client, store: SqlStore) -> None:
@@ -445,6 +512,24 @@ def test_an_upload_whose_key_cannot_be_kept_leaves_nothing(
     assert list((home / "files").iterdir()) == []
 
 
+async def test_an_upload_whose_client_goes_leaves_nothing(
+    client: Client, home: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    messages = iter([{"type": "http.request", "body": b"half", "more_body": True}, {"type": "http.disconnect"}])
+    headers = [(b"host", b"127.0.0.1:8000")]
+    scope = {"type": "http", "method": "POST", "path": "/files", "query_string": b"", "headers": headers}
+
+    async def receive() -> dict[str, Any]:
+        return next(messages)
+
+    async def send(message: dict[str, Any]) -> None:
+        assert message.get("status", 499) == 499
+
+    await client.app(scope, receive, send)
+    assert list((home / "files").iterdir()) == []
+    assert caplog.records == []
+
+
 def test_scratch_of_uploads_that_were_killed_is_swept(client: Client, rows_file: Path, home: Path) -> None:
     old, new = home / "files" / ".upload-old", home / "files" / ".upload-new"
     for scratch in (old, new):
@@ -494,6 +579,17 @@ def test_health(client: Client, store: SqlStore, monkeypatch: pytest.MonkeyPatch
     assert "disk is gone" in fault(response, 503)["message"]
     assert response.headers["retry-after"]
     assert client("GET", "/healthz").status_code == 200
+
+
+def test_the_documentation_needs_nothing_from_elsewhere_and_a_users_key(store: SqlStore, home: Path) -> None:
+    client = Client(store, home, authenticate=KeyRing([StoredKey(Role.USER, key_digest("k"))]).authenticate)
+    headers = {"Authorization": "Bearer k"}
+    page = client("GET", "/docs", headers=headers).text
+    assert "//" not in re.sub("<!--.*?-->", "", page), "an address of another host"
+    addresses = re.findall(r"""(?:src|href)="([^"]+)"|url: '([^']+)'""", page)
+    assert len(addresses) == 4
+    for address in map("".join, addresses):
+        assert client("GET", address, headers=headers).status_code == 200, address
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from serving.answers.answering import is_longer
 from serving.answers.generation import Started, TextDelta
 from tests.unit.serving.served import client_of, events_of, finish_job, make_app, make_generator
+from training.data import is_longer
 
 USER = {"role": "user", "content": "Hi"}
 
@@ -125,6 +125,13 @@ async def test_what_is_wrong_is_named(app, body, field, says):
     error = response.json()["error"]
     assert error["field"] == field
     assert says in error["message"] + error["hint"]
+
+
+async def test_known_fields_are_told_where_they_belong(app):
+    hint = (await generate(app, nothing=1)).json()["error"]["hint"]
+    assert hint.startswith("Known: prompt, messages, ")
+    error = (await generate(app, messages=[USER | {"nothing": 1}])).json()["error"]
+    assert (error["field"], error["hint"]) == ("messages.0.nothing", "")
 
 
 async def test_an_earlier_answer_may_be_empty(app):

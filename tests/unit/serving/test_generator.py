@@ -22,7 +22,7 @@ from serving.engines.engine import EngineError, OverloadedError
 from serving.errors import NotFoundError, RequestError, UnavailableError
 from serving.generator import LOOK_S, Generator, RequestTimeoutError
 from serving.models.loading import load_served_model
-from serving.models.names import ModelNames, ModelSource
+from serving.models.names import ModelNames, ModelSource, names_of_jobs
 from serving.models.pool import ModelPool
 from serving.models.served import ServedModel
 from tests.unit.serving.served import SETTINGS, finish_job, make_generator
@@ -106,6 +106,22 @@ async def test_names_that_mean_nothing(generator, home, random_base, name, error
     assert caught.value.field == "model"
 
 
+def test_results_that_are_broken_or_just_deleted_are_no_models(home, random_base, monkeypatch):
+    kept = finish_job(home, "kept", random_base)
+    for job in ("broken", "deleted"):
+        finish_job(home, job, random_base)
+    (home / "runs/broken/result.json").write_text("{")
+    glob = Path.glob
+
+    def and_delete(path, pattern):
+        found = list(glob(path, pattern))
+        (home / "runs/deleted/result.json").unlink(missing_ok=True)
+        return found
+
+    monkeypatch.setattr(Path, "glob", and_delete)
+    assert names_of_jobs(home) == [kept, "adapter:kept"]
+
+
 async def test_a_path_must_lie_under_a_root(home, random_base, tmp_path):
     generator = make_generator(home, random_base)
     assert (await ask(generator, model=str(random_base))).model == str(random_base)
@@ -123,7 +139,14 @@ async def test_a_registered_model_is_found_by_version_and_by_alias(generator, ho
     MlflowClient(f"sqlite:///{home}/mlflow.db").set_registered_model_alias("german", "champion", version)
     for name in (registered, "models:/german@champion"):
         assert (await ask(generator, model=name)).model == registered
-    for name in ("models:/german/99", "models:/german@none", "models:/none/1", "models:/german/x"):
+    for name in (
+        "models:/german/99",
+        f"models:/german/{10**20}",
+        f"models:/german/{2**31}",
+        "models:/german@none",
+        "models:/none/1",
+        "models:/german/x",
+    ):
         with pytest.raises(NotFoundError):
             await ask(generator, model=name)
 
