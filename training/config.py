@@ -12,7 +12,17 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from training.errors import ConfigError, PolythinkError
 from training.language import language_code
@@ -27,6 +37,8 @@ from training.tracking.mlflow_names import (
 from training.yaml_text import load_yaml
 
 MAX_WORKERS = 1024
+MAX_TOKENS = 131_072
+"""Of a row or an answer: gpt-oss's context."""
 PRESETS = Path(__file__).resolve().parent.parent / "configs"
 
 
@@ -34,6 +46,14 @@ class Section(BaseModel):
     """A part of the configuration: unknown keys are an error, values do not change after validation."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _large_whole_numbers(cls, value: Any) -> Any:
+        """1e30 as an integer, which is refused with the field's bound; pydantic finds none in floats beyond 64 bits."""
+        if isinstance(value, list | tuple):
+            return [cls._large_whole_numbers(item) for item in value]
+        return int(value) if isinstance(value, float) and value.is_integer() and abs(value) >= 2**63 else value
 
 
 def _not_blank(text: str) -> str:
@@ -43,6 +63,14 @@ def _not_blank(text: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(_not_blank)]
+Steps = Annotated[int, Field(ge=1, le=10**7)]
+"""Optimizer steps. Checkpoints are named by eight digits."""
+Rows = Annotated[int, Field(ge=1, le=10**4)]
+"""Rows or prompts in one forward pass."""
+Failures = Annotated[int, Field(ge=0, le=10**4)]
+Seconds = Annotated[float, Field(gt=0, le=86_400)]
+"""A day at most."""
+Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class ModelConfig(Section):
@@ -64,9 +92,9 @@ class DataConfig(Section):
     held_out_path: Text | None = None
     """Rows to evaluate on; None takes `held_out_share` of the prompts of `path` out of training."""
     held_out_share: float = Field(default=0.05, ge=0, lt=1)
-    max_length: int = Field(default=2048, ge=16, le=131_072)
-    """Tokens a row may have; longer ones are cut at the end, and counted."""
-    max_lost_share: float = Field(default=0.1, ge=0, le=1)
+    max_length: int = Field(default=2048, ge=16, le=MAX_TOKENS)
+    """Tokens a row may have; longer ones are cut at the end, and counted. One that no value of this would take is dropped unread."""
+    max_lost_share: Share = 0.1
     """Share of rows that may be dropped or cut before the job fails."""
     packing: bool = False
     """Fill `max_length` with several rows that do not see each other."""
@@ -87,7 +115,7 @@ class DataConfig(Section):
 
 class LoraConfig(Section):
     r: int = Field(default=8, ge=1, le=512)
-    alpha: float = Field(default=16, gt=0)
+    alpha: float = Field(default=16, gt=0, le=10**4)
     dropout: float = Field(default=0.0, ge=0, lt=1)
     targets: Literal["all-linear", "attention", "attention+experts"] | list[str] = "attention"
     """`attention` is q, k, v and o; `all-linear` every Linear (the same on gpt-oss, whose experts are no Linear);
@@ -109,20 +137,20 @@ class LoraConfig(Section):
 class OptimConfig(Section):
     learning_rate: float = Field(default=2e-4, gt=0, le=1)
     schedule: Literal["cosine", "cosine_with_min_lr", "linear", "constant"] = "cosine_with_min_lr"
-    min_lr_rate: float = Field(default=0.1, ge=0, le=1)
+    min_lr_rate: Share = 0.1
     """Floor of `cosine_with_min_lr`, as a share of the learning rate."""
     warmup_ratio: float = Field(default=0.03, ge=0, lt=1)
     """Share of the steps in which the rate rises from 0."""
-    weight_decay: float = Field(default=0.0, ge=0)
-    max_grad_norm: float = Field(default=1.0, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0, le=10)
+    max_grad_norm: float = Field(default=1.0, gt=0, le=10**6)
     epochs: float = Field(default=1.0, gt=0, le=10**4)
-    max_steps: int | None = Field(default=None, ge=1, le=10**9)
+    max_steps: Steps | None = None
     """Optimizer steps; None trains `epochs` passes."""
     global_batch_size: int = Field(default=16, ge=1, le=10**6)
     """Rows per optimizer step, whatever the number of workers: accumulation follows."""
-    per_device_batch_size: int = Field(default=1, ge=1, le=10**4)
+    per_device_batch_size: Rows = 1
     """Rows per forward pass of one worker."""
-    router_aux_loss_coef: float = Field(default=0.0, ge=0)
+    router_aux_loss_coef: float = Field(default=0.0, ge=0, le=100)
     """Weight of the router's balancing loss. gpt-oss declares 0.9, which drowns the cross-entropy; its router is frozen."""
     seed: int = Field(default=42, ge=0, lt=2**32)
 
@@ -131,12 +159,15 @@ class OptimConfig(Section):
         return math.ceil(self.global_batch_size / (self.per_device_batch_size * world_size))
 
 
-def _workers(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+def _number_or_range(workers: Any) -> str:
+    return "tuple" if isinstance(workers, list | tuple) else "int"
 
 
 class ScalingConfig(Section):
-    workers: Annotated[Annotated[int, Field(ge=1, le=MAX_WORKERS)] | tuple[int, int], BeforeValidator(_workers)] = 1
+    workers: Annotated[
+        Annotated[int, Field(ge=1, le=MAX_WORKERS), Tag("int")] | Annotated[tuple[int, int], Tag("tuple")],
+        Discriminator(_number_or_range),
+    ] = 1
     """Training workers, one per GPU; `[8, 16]` is elastic: any number from 8 to 16."""
     device: Literal["cuda", "cpu"] = "cuda"
     accelerator_type: str | None = None
@@ -147,15 +178,15 @@ class ScalingConfig(Section):
     adapters are replicated either way."""
     placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
     """How Ray's placement group lays workers on nodes."""
-    max_failures: int = Field(default=0, ge=0)
+    max_failures: Failures = 0
     """Worker failures after which training starts again from the last checkpoint."""
-    max_preemptions: int | None = Field(default=None, ge=0)
+    max_preemptions: Failures | None = None
     """The same for nodes that were taken away; None is any number."""
-    resize_check_s: float = Field(default=60, gt=0)
+    resize_check_s: Seconds = 60
     """How often an elastic run looks whether more or fewer workers fit."""
     ignore_memory_plan: bool = False
     """Start even where a worker does not fit its GPU by `polythink plan`."""
-    timeout_s: float = Field(default=600, gt=0, le=86_400)
+    timeout_s: Seconds = 600
     """Longest wait for a rank that is dead or hangs, in a collective or for a sign of life, before the attempt ends."""
 
     @model_validator(mode="after")
@@ -171,22 +202,23 @@ class ScalingConfig(Section):
 
 
 class CheckpointConfig(Section):
-    every_steps: int = Field(default=50, ge=1, le=10**9)
-    keep: int = Field(default=2, ge=1)
+    every_steps: Steps = 50
+    keep: int = Field(default=2, ge=1, le=1000)
+    """Newest checkpoints that are not deleted."""
 
 
 class GateConfig(Section):
     """Least figures of the tuned model, over the languages other than English; a model below one is not registered or deployed."""
 
-    trace_match: float | None = Field(default=None, ge=0, le=1)
+    trace_match: Share | None = None
     """Share of traces whose language is the asked one."""
-    strict_match: float | None = Field(default=None, ge=0, le=1)
+    strict_match: Share | None = None
     """Share of traces in which every sentence is in the asked language."""
-    purity: float | None = Field(default=None, ge=0, le=1)
+    purity: Share | None = None
     """Mean share of a trace's letters in the asked language."""
-    answer_language_match: float | None = Field(default=None, ge=0, le=1)
+    answer_language_match: Share | None = None
     """Share of answers in the language of the question."""
-    accuracy: float | None = Field(default=None, ge=0, le=1)
+    accuracy: Share | None = None
     """Share of right answers, where the set has answers."""
 
 
@@ -203,12 +235,12 @@ class EvaluationConfig(Section):
     """Held-out prompts per model, spread over the languages."""
     languages: Annotated[list[str], Field(min_length=1), AfterValidator(_known_languages)] | None = None
     """Reasoning languages to ask for, by name or code; None takes those of the held-out rows."""
-    max_new_tokens: int = Field(default=512, ge=8, le=131_072)
-    batch_size: int = Field(default=16, ge=1)
+    max_new_tokens: int = Field(default=512, ge=8, le=MAX_TOKENS)
+    batch_size: Rows = 16
     temperature: float = Field(default=0.0, ge=0, le=2)
     gate: GateConfig | None = None
     """What the tuned model must reach to be registered; None registers every model."""
-    sample_every_steps: int | None = Field(default=None, ge=1)
+    sample_every_steps: Steps | None = None
     """Optimizer steps between two looks at the language while training; None does not look."""
     sample_prompts: int = Field(default=4, ge=1, le=64)
     """Held-out prompts asked at each look, without a cache and one by one: a few are enough."""

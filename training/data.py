@@ -4,13 +4,16 @@ import random
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from training.config import DataConfig
+from training.config import MAX_TOKENS, DataConfig
 from training.errors import ConfigError, DataError
 from training.harmony import Renderer, with_reasoning_language
 from training.language import language_code, language_name
 from training.rows.records import read
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 IGNORED = -100
 """Label of a token that is not trained, torch's and transformers' convention."""
@@ -19,6 +22,8 @@ _ROLES = ("system", "developer", "user", "assistant")
 _THINKING_KEYS = ("thinking", "reasoning", "reasoning_content")
 _FLAT_COLUMNS = ("user", "final")
 _FAULTS_SHOWN = 50
+_PIECE_CHARACTERS = 16_384
+_CUT_TOKENS = 32  # more than a text's tokens grow where it is cut
 _LANGUAGE_LINE = re.compile(r"^[ \t]*reasoning language:([^\n]*)", re.IGNORECASE | re.MULTILINE)
 
 
@@ -36,6 +41,11 @@ class Row:
     def prompt(self) -> str:
         """The last user turn."""
         return next(message["content"] for message in reversed(self.messages) if message["role"] == "user")
+
+    @property
+    def texts(self) -> list[str]:
+        """What is rendered of it: templates leave out the thinking of earlier turns."""
+        return [*(message["content"] for message in self.messages), self.messages[-1].get("thinking", "")]
 
 
 def load_rows(data: DataConfig) -> list[Row]:
@@ -72,7 +82,7 @@ def parse_rows(records: Iterable[tuple[str, Any]]) -> list[Row]:
             shown.append(f"… and {len(faults) - len(shown)} more")
         raise DataError(
             f"{len(faults)} of {count} rows are faulty:\n" + "\n".join(shown),
-            hint="Mend or remove these rows; `polythink data check FILE` shows them.",
+            hint="Mend or remove these rows.",
             field="data.path",
         )
     if not rows:
@@ -105,7 +115,7 @@ class Tokenized:
     examples: list[dict[str, list[int]]]
     """`input_ids` and `labels` of equal length; labels are IGNORED where nothing is trained."""
     lengths: list[int]
-    """Tokens of every row before anything was cut."""
+    """Tokens of every row before anything was cut; no more than MAX_TOKENS are counted of one that was dropped unread."""
     truncated: list[str] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
 
@@ -123,6 +133,8 @@ class Tokenized:
 def tokenize(rows: Sequence[Row], renderer: Renderer, data: DataConfig) -> Tokenized:
     """Renders every row and masks what is not trained; rows over `data.max_length` are cut, and dropped when nothing is left.
 
+    A row of more than MAX_TOKENS, which no `data.max_length` takes, is dropped unread: rendering 6 MB takes minutes.
+
     Raises:
         DataError: no rows, a row that the template refuses, a trained mask that is empty, or more loss than
             `data.max_lost_share`.
@@ -135,6 +147,10 @@ def tokenize(rows: Sequence[Row], renderer: Renderer, data: DataConfig) -> Token
         )
     result = Tokenized(examples=[], lengths=[])
     for row in rows:
+        if is_longer(renderer.tokenizer, row.texts, MAX_TOKENS):
+            result.lengths.append(MAX_TOKENS)
+            result.dropped.append(row.source)
+            continue
         try:
             ids, trained = renderer.training_ids(row.messages)
         except DataError as error:
@@ -155,13 +171,30 @@ def tokenize(rows: Sequence[Row], renderer: Renderer, data: DataConfig) -> Token
     return result
 
 
+def is_longer(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str], limit: float) -> bool:
+    """Whether `texts` are surely more than `limit` tokens; encodes no more of them than it needs to know.
+
+    4 MiB take 20 s to encode; this takes as long as the longest text that fits.
+    """
+    if sum(len(text.encode("utf-8", "replace")) for text in texts) <= limit:  # a token has a byte at least
+        return False
+    tokens = 0
+    for text in texts:
+        for start in range(0, len(text), _PIECE_CHARACTERS):
+            piece = text[start : start + _PIECE_CHARACTERS]
+            tokens += len(tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]) - _CUT_TOKENS
+            if tokens > limit:
+                return True
+    return False
+
+
 def _refuse_heavy_loss(result: Tokenized, data: DataConfig) -> None:
     lost = len(result.dropped) + len(result.truncated)
     if not result.examples or lost > data.max_lost_share * len(result.lengths):
         raise DataError(
             f"{lost} of {len(result.lengths)} rows are longer than data.max_length={data.max_length} tokens "
             f"({len(result.dropped)} would be dropped, {len(result.truncated)} cut before their end; "
-            f"the longest has {max(result.lengths)}), first: {', '.join((result.dropped + result.truncated)[:5])}",
+            f"the longest has {max(result.lengths):,}{' or more' if max(result.lengths) == MAX_TOKENS else ''}), first: {', '.join((result.dropped + result.truncated)[:5])}",
             hint="Raise data.max_length, shorten the rows, or raise data.max_lost_share.",
             field="data.max_length",
         )

@@ -4,16 +4,16 @@ import contextlib
 import fcntl
 import hashlib
 import logging
-import os
 import shutil
 import time
 import traceback
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from training.config import ModelConfig, TrainConfig
-from training.data import Row, load_rows, split_held_out, tokenize
+from training.config import MAX_TOKENS, ModelConfig, TrainConfig
+from training.data import Row, is_longer, load_rows, split_held_out, tokenize
 from training.durable import checkpoints
 from training.durable.run_mirror import RunMirror, keep_upload
 from training.durable.stopping import stop_on_sigterm, stops_seen, take_sigterm
@@ -27,6 +27,7 @@ from training.plan import check_evaluation
 from training.planning.sizes import find_sizes
 from training.reasoning.metrics import gate, tags
 from training.run_dir import Phase, RunDir, read_json, write_json
+from training.tracking.patience import limit_patience
 
 if TYPE_CHECKING:
     from training.tracking.run import Tracking
@@ -84,7 +85,7 @@ def start_tracking(config: TrainConfig, run_dir: RunDir) -> "Tracking":
     """
     from training.tracking.run import Tracking
 
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # its own patience is minutes, and says nothing
+    limit_patience()
     deadline = time.monotonic() + TRACKING_WAIT_S
     while True:
         try:
@@ -211,7 +212,8 @@ def _prove(
     from training.proof import prove
 
     run_dir.write_progress(Phase.MERGING, message="proving the merged model")
-    read = [(renderer.training_ids(row.messages)[0][: config.data.max_length], row) for row in rows[:8]]
+    short = islice((row for row in rows if not is_longer(renderer.tokenizer, row.texts, MAX_TOKENS)), 8)
+    read = [(renderer.training_ids(row.messages)[0][: config.data.max_length], row) for row in short]
     read.sort(key=lambda entry: len(entry[0]))  # the first one's prompt is answered as well
     ids = [row_ids for row_ids, _ in read]
     smoke = renderer.prompt_ids(read[0][1].messages[:-1])

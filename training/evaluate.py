@@ -218,14 +218,18 @@ class _Record:
             kept = len(whole) if len(whole) == len(made_with["prompts"]) else len(whole) // batch_size * batch_size
             self.responses = [Judged(**json.loads(line)) for line in whole[:kept]]  # whole batches: they share a seed
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(header + "\n", encoding="utf-8")
-        self.add(self.responses)
+        beside = path.with_name(f".{path.name}.partial")
+        beside.write_text(header + "\n" + _lines(self.responses), encoding="utf-8")
+        beside.replace(path)
 
     def add(self, responses: Sequence[Judged]) -> None:
         if self._path is not None:
-            text = "".join(json.dumps(asdict(response), ensure_ascii=False) + "\n" for response in responses)
             with self._path.open("a", encoding="utf-8") as file:
-                file.write(text)
+                file.write(_lines(responses))
+
+
+def _lines(responses: Sequence[Judged]) -> str:
+    return "".join(json.dumps(asdict(response), ensure_ascii=False) + "\n" for response in responses)
 
 
 def _identity(model: Path) -> list[Any]:

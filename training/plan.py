@@ -363,7 +363,7 @@ def _rows(config: TrainConfig) -> tuple[int | None, float | None]:
         return KNOWN_ROWS[path]
     if is_local_path(path) and path.endswith(".jsonl"):
         try:
-            lines = [line for line in Path(path).expanduser().read_text(encoding="utf-8").splitlines() if line.strip()]
+            lines = [line for line in Path(path).expanduser().read_text(encoding="utf-8").split("\n") if line.strip()]
             return len(lines), sum(map(_row_tokens, lines)) / max(1, len(lines))
         except (OSError, ValueError):
             return None, None  # for the job to report, with line numbers

@@ -1,13 +1,13 @@
 """MLflow runs of jobs: ended where a driver could not do it, kept where a registry knows them."""
 
 import logging
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ray_app.queue.store import SqlStore
 from serving.jobs import JobRecord
 from training.config import TrackingConfig
+from training.tracking.patience import ANSWER_S, limit_patience
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -57,9 +57,7 @@ class TrackedRuns:
         return any(client.search_model_versions(f"run_id = '{run_id}'") for run_id in _run_ids(client, job))
 
     def _client(self, job: JobRecord) -> "MlflowClient":
-        # MLflow's own patience is minutes; here a later round asks again
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+        limit_patience(ANSWER_S)
         from mlflow import MlflowClient
 
         tracking = _tracking(job)

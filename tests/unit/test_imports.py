@@ -14,7 +14,7 @@ HEAVY = {"torch", "transformers", "trl", "peft", "accelerate", "datasets", "mlfl
 PACKAGES = {".".join(path.parent.relative_to(ROOT).parts) for path in ROOT.glob("training/**/__init__.py")}
 FOR_SERVING = """
     config errors plan language harmony generate run_dir data
-    parsing model.base model.load reasoning.language_names merging.adapter merging.shards
+    parsing model.base model.load reasoning.language_names merging.adapter merging.shards tracking.patience
 """
 """What `serving` may import of `training`; `data` only to read an upload, `adapter` to serve one unmerged."""
 

@@ -84,7 +84,7 @@ def save(root: Path, step: int, files: Mapping[str, bytes], *, keep: int) -> Pat
         if shutil.disk_usage(beside).free < size_bytes:
             raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {size_bytes / 2**20:,.0f} MiB are needed")
         for name, content in files.items():
-            (beside / name).write_bytes(content)
+            _write(beside / name, content)
         write_json(beside / MARKER, {name: hashlib.sha256(content).hexdigest() for name, content in files.items()})
         shutil.rmtree(final, ignore_errors=True)  # a step done again after a failure
         beside.rename(final)
@@ -96,6 +96,14 @@ def save(root: Path, step: int, files: Mapping[str, bytes], *, keep: int) -> Pat
     for old in _all(root)[keep:]:
         shutil.rmtree(old, ignore_errors=True)
     return final
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Onto the disk itself: older checkpoints are deleted once this one is there, and a power failure must not take both."""
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def newest(root: Path) -> Path | None:

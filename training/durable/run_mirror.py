@@ -94,7 +94,8 @@ class RunMirror:
                 return True  # another worker of this node was first
             if self.copy.read(probe) != expected.encode():
                 return False
-            self.copy.pull(*self._inputs, self.run_dir.progress_path, probe)
+            # with the metrics so far: this node's are pushed over them
+            self.copy.pull(*self._inputs, self.run_dir.metrics_path, self.run_dir.progress_path, probe)
         return True
 
     def bring_checkpoints(self, *wanted: Path) -> None:

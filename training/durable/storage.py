@@ -51,7 +51,11 @@ class Mirror:
                 self._push_file(path)
 
     def pull(self, *paths: Path) -> None:
-        """Puts copies in the place of `paths`, whole: a part of a file or directory is never seen. What is not there is left."""
+        """Puts copies in the place of `paths`, whole: a part of a file or directory is never seen. What is not there is left.
+
+        Raises:
+            StorageError: a directory there lacks some of what its marker names.
+        """
         for path in paths:
             beside = path.with_name(f".{path.name}.pulled-{os.getpid()}-{threading.get_ident()}")
             beside.parent.mkdir(parents=True, exist_ok=True)
@@ -60,9 +64,17 @@ class Mirror:
                 if self._fetch(path, beside):
                     beside.replace(path)
                 continue
-            for name in json.loads(marker):
+            shutil.rmtree(beside, ignore_errors=True)  # of a process of the same number that was killed
+            beside.mkdir()
+            for name, size in json.loads(marker).items():
                 (beside / name).parent.mkdir(parents=True, exist_ok=True)
-                self._fetch(path / name, beside / name)
+                # more than was counted is there where a file was added to while it was pushed
+                if not self._fetch(path / name, beside / name) or (beside / name).stat().st_size < size:
+                    shutil.rmtree(beside)
+                    raise StorageError(
+                        f"{self.url}: {(path / name).relative_to(self.local)} is not there whole",
+                        hint="Another process may be replacing or deleting it; try again.",
+                    )
             shutil.rmtree(path, ignore_errors=True)
             beside.rename(path)
 
@@ -85,18 +97,24 @@ class Mirror:
 
     def delete(self, path: Path) -> None:
         """Deletes a directory there, its marker first; one that is not there is no error."""
-        with self._at(path / MARKER) as (store, key):
-            if store.get_file_info(key).is_file:
-                store.delete_file(key)
+        self._delete_marker(path)
         with self._at(path) as (store, key):
             if store.get_file_info(key).type.name == "Directory":
                 store.delete_dir(key)
 
+    def _delete_marker(self, path: Path) -> None:
+        with self._at(path / MARKER) as (store, key):
+            if store.get_file_info(key).is_file:
+                store.delete_file(key)
+
     def _push_directory(self, path: Path) -> None:
         files = [file for file in sorted(path.rglob("*")) if file.is_file()]
         marker = json.dumps({str(file.relative_to(path)): file.stat().st_size for file in files}).encode()
-        if self.read(path / MARKER) == marker:
+        there = self.read(path / MARKER)
+        if there == marker or not files:
             return
+        if there is not None:  # a push that is cut short must not leave it over other files
+            self._delete_marker(path)
         for file in files:
             self._push_file(file)
         with self._at(path / MARKER) as (store, key), store.open_output_stream(key) as stream:

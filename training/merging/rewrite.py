@@ -67,11 +67,21 @@ def rewrite(
         with _open_files(plan, work) as files:
             advance(sum(len(header) for header in plan.layout.headers.values()))
             _write_all(plan, files, journal, advance)
-            if durable:
-                for descriptor in files.values():
-                    os.fsync(descriptor)
+        sync = _sync if durable else lambda directory: None
+        sync(work)
         finish(work, Outcome.of(journal.done))
+        sync(work)  # what `finish` added
         journal.path.unlink()
+
+
+def _sync(directory: Path) -> None:
+    """Waits until the files of `directory`, and their names, are on the disk."""
+    for path in (*directory.iterdir(), directory):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def _write_all(plan: Plan, files: dict[str, int], journal: Journal, advance: Advance) -> None:

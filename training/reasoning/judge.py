@@ -33,17 +33,29 @@ def judge(prompt: Prompt, parsed: Parsed, completion_tokens: int) -> Judged:
     )
 
 
+NUMBER = re.compile(r"-?(?:\d{1,3}(?:['’ \u00a0\u202f]\d{3}(?!\d))+|\d+)(?:[.,]\d+)*")
+"""Marks belong to it between digits alone, spaces between thousands: `1, 2` and `3 4` are two each."""
+
+WITHOUT_SPACES = ("CJK", "HIRAGANA", "KATAKANA", "HANGUL", "THAI", "LAO", "KHMER", "MYANMAR")
+"""Scripts, by Unicode's names of their letters, that put no space around a word, or write particles to it."""
+
+
 def holds_answer(text: str, expected: str) -> bool:
     """Whether `text` answers `expected`: its last number is that one (as MGSM is scored), or it holds the words."""
     wanted = _number(expected)
     if wanted is None:
-        return bool(re.search(rf"\b{re.escape(expected.casefold())}\b", text.casefold()))
-    found = [
-        number
-        for match in re.findall(r"-?\d(?:[\d.,'’ \u00a0\u202f]*\d)?", text)
-        if (number := _number(match)) is not None
-    ]
+        return bool(re.search(_as_words(expected.strip().casefold()), text.casefold()))
+    found = [number for match in NUMBER.findall(text) if (number := _number(match)) is not None]
     return bool(found) and found[-1] == wanted
+
+
+def _as_words(expected: str) -> str:
+    """A pattern for `expected` where it is no part of a longer word."""
+    starts, ends = (
+        "" if unicodedata.name(edge, "").startswith(WITHOUT_SPACES) else r"\w" for edge in (expected[:1], expected[-1:])
+    )
+    before, after = f"(?<!{starts})" if starts else "", f"(?!{ends})" if ends else ""
+    return before + re.escape(expected) + after
 
 
 def _number(text: str) -> float | None:

@@ -13,6 +13,7 @@ from itertools import chain, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from training.data import is_longer
 from training.errors import DataError
 from training.language import detect, language_code
 from training.rows.duplicates import NearDuplicates
@@ -83,20 +84,23 @@ def answerable(rows: "Sequence[Row]", renderer: "Renderer", context: int | None,
         DataError: a row that the template refuses.
     """
     room = math.inf if context is None else context - max_new_tokens - _INSTRUCTION_TOKENS
-    lengths = [_prompt_tokens(row, renderer) for row in rows]
-    left_out = [row.source for row, length in zip(rows, lengths, strict=True) if length > room]
+    fits = [_prompt_fits(row, renderer, room) for row in rows]
+    left_out = [row.source for row, fit in zip(rows, fits, strict=True) if not fit]
     if left_out:
         logger.warning(
             "%d of %d held-out rows are left out: prompt and evaluation.max_new_tokens=%d exceed the model's context of %d "
             "tokens, first: %s",
             *(len(left_out), len(rows), max_new_tokens, context, ", ".join(left_out[:5])),
         )
-    return [row for row, length in zip(rows, lengths, strict=True) if length <= room]
+    return [row for row, fit in zip(rows, fits, strict=True) if fit]
 
 
-def _prompt_tokens(row: "Row", renderer: "Renderer") -> int:
+def _prompt_fits(row: "Row", renderer: "Renderer", room: float) -> bool:
+    messages = row.messages[:-1]
+    if is_longer(renderer.tokenizer, [message["content"] for message in messages], room):
+        return False
     try:
-        return len(renderer.prompt_ids(row.messages[:-1]))
+        return len(renderer.prompt_ids(messages)) <= room
     except DataError as error:
         raise DataError(f"{row.source}: {error.message}", hint=error.hint, field="data.held_out_path") from error
 
@@ -200,7 +204,8 @@ def _from_json(line: str) -> Question:
     if not isinstance(record, dict):
         raise ValueError(f"the line is a {type(record).__name__}, not an object")
     answer = record.get("answer")
-    return Question(without_instruction(_messages_of(record)), answer=None if answer is None else str(answer))
+    known = "" if answer is None else str(answer).strip()
+    return Question(without_instruction(_messages_of(record)), answer=known or None)
 
 
 def _messages_of(record: dict[str, Any]) -> list[Message]:

@@ -49,7 +49,7 @@ def local_files(path: str, field: str = "data.path") -> list[Path]:
         return [upload]
     location = Path(path).expanduser()
     if os.path.isdir(location):  # unlike Path.is_dir, also for names that no file system takes
-        files = sorted(file for file in location.iterdir() if file.suffix in SUFFIXES)
+        files = sorted(file for file in location.iterdir() if file.suffix.lower() in SUFFIXES)
         if not files:
             raise ConfigError(
                 f"{location} holds no file of {', '.join(SUFFIXES)}", hint="Give the rows' file.", field=field
@@ -170,6 +170,9 @@ def _read_csv(path: Path) -> Iterator[tuple[int, Any]]:
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file)
         for record in reader:
+            if None in record:  # an unquoted comma would cut a text short
+                yield reader.line_num, ValueError(f"has more fields than the header's {len(reader.fieldnames or ())}")
+                continue
             values: dict[str, Any] = {key: value for key, value in record.items() if value not in (None, "")}
             if isinstance(values.get("messages"), str):
                 values["messages"] = _json(values["messages"])

@@ -31,6 +31,7 @@ class Reporter(TrainerCallback):
         self._on_begin: Callable[[], None] = lambda: None
         self._clock = _Clock()
         self._written_at = 0.0
+        self._tokens_before = 0.0  # of the attempts that this one goes on from
 
     def watch(
         self,
@@ -54,6 +55,9 @@ class Reporter(TrainerCallback):
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._on_begin()
+        self._tokens_before = next(
+            (line["num_tokens"] for line in reversed(self.run_dir.metrics()) if line["step"] <= state.global_step), 0.0
+        )
         self._clock.start(state.global_step, self._measures.tokens)
         self._log_metrics(self._load, state.global_step)
         self._write_progress(state, {}, message="training")
@@ -83,7 +87,7 @@ class Reporter(TrainerCallback):
     def _speed(self, step: int) -> dict[str, float]:
         tokens = self._measures.tokens
         rate = self._clock.tick(step, tokens)
-        found = {"num_tokens": float(tokens), "step_s": self._clock.step_s}
+        found = {"num_tokens": self._tokens_before + tokens, "step_s": self._clock.step_s}
         if rate is not None:
             found["tokens_per_s_per_gpu"] = rate / self._world_size
             utilisation = self._mfu(found["tokens_per_s_per_gpu"])

@@ -1,6 +1,7 @@
 """Checkpoints are whole or passed over, as many as asked for, and say so when the disk is full."""
 
 import logging
+import os
 import shutil
 import threading
 from pathlib import Path
@@ -37,6 +38,24 @@ def test_none_when_there_is_none(tmp_path: Path) -> None:
 def test_only_as_many_as_asked_for_are_kept(tmp_path: Path) -> None:
     save(tmp_path, 1, 2, 3, 4, keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000004"]
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: set[int] = set()
+    fsync, rename = os.fsync, Path.rename
+
+    def note(descriptor: int) -> None:
+        fsync(descriptor)
+        synced.add(os.fstat(descriptor).st_ino)
+
+    def check(self: Path, target: Path) -> Path:
+        assert {path.name for path in self.iterdir() if path.stat().st_ino not in synced} == set()
+        return rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", note)
+    monkeypatch.setattr(Path, "rename", check)
+    save(tmp_path, 1)
+    assert len(synced) == 3
 
 
 def tear(checkpoint: Path, how: str) -> None:

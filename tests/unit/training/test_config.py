@@ -1,5 +1,6 @@
 """What a configuration accepts, what it says about what it refuses, and that every preset loads and means the notebooks."""
 
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,54 @@ class TestRefusals:
     def test_value_out_of_range_names_its_field(self, key: str, value: Any) -> None:
         error = refusal(**{key: value})
         assert error.field == key.replace("__", ".") or error.field == key.split("__")[0]
+
+    @pytest.mark.parametrize(
+        ("key", "value", "limit"),
+        [
+            ("checkpoint__keep", 1e30, 1000),
+            ("checkpoint__every_steps", 1e30, 10**7),
+            ("optim__max_steps", 10**8, 10**7),
+            ("optim__weight_decay", 1e30, 10),
+            ("optim__max_grad_norm", 1e30, 10**6),
+            ("optim__router_aux_loss_coef", 1e30, 100),
+            ("lora__alpha", 1e30, 10**4),
+            ("scaling__workers", 10**6, 1024),
+            ("scaling__workers", 1e30, 1024),
+            ("scaling__workers", [1, 10**6], 1024),
+            ("scaling__workers", [1, 1e30], 1024),
+            ("scaling__max_failures", 1e30, 10**4),
+            ("scaling__max_preemptions", 1e30, 10**4),
+            ("scaling__resize_check_s", 1e30, 86_400),
+            ("evaluation__batch_size", 1e30, 10**4),
+            ("evaluation__sample_every_steps", 1e30, 10**7),
+        ],
+    )
+    def test_an_absurd_number_is_refused_with_field_value_and_limit(self, key: str, value: Any, limit: int) -> None:
+        error = refusal(**{key: value})
+        field = key.replace("__", ".")
+        shown = value[1] if isinstance(value, list) else value
+        assert error.field == field
+        assert error.message.count(field) == 1
+        assert str(int(shown)) in error.message or repr(shown) in error.message
+        assert str(limit) in error.message
+
+    def test_every_number_has_an_upper_bound(self) -> None:
+        """Of the JSON schema, so that new fields are seen."""
+
+        def unbounded(schema: dict[str, Any], path: str) -> Iterator[str]:
+            for part in schema.get("anyOf", schema.get("oneOf", [schema])):
+                if part.get("type") in ("integer", "number") and not part.keys() & {"maximum", "exclusiveMaximum"}:
+                    yield path
+
+        schema = TrainConfig.model_json_schema()
+        sections = {"": schema} | schema["$defs"]
+        found = [
+            fault
+            for name, section in sections.items()
+            for key, field in section.get("properties", {}).items()
+            for fault in unbounded(field, f"{name}.{key}")
+        ]
+        assert found == []
 
     def test_unknown_language_names_near_ones(self) -> None:
         error = refusal(evaluation__languages=["fr", "Germn"])

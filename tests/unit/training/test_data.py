@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.conftest import ROWS, with_messages
-from training.config import DataConfig
+from training.config import MAX_TOKENS, DataConfig
 from training.data import IGNORED, Row, load_rows, parse_rows, split_held_out, tokenize
 from training.errors import ConfigError, DataError, PolythinkError
 from training.harmony import Renderer
@@ -75,10 +75,10 @@ class TestReading:
 
     def test_a_directory_is_its_files(self, tmp_path: Path) -> None:
         write_jsonl(tmp_path / "a.jsonl", ROWS[:2])
-        write_csv(tmp_path / "b.csv", ROWS[2:])
+        write_csv(tmp_path / "b.CSV", ROWS[2:])
         (tmp_path / "README.md").write_text("not rows")
         rows = load_rows(DataConfig(path=str(tmp_path)))
-        assert [row.source for row in rows] == ["a.jsonl:1", "a.jsonl:2", "b.csv:2", "b.csv:3"]
+        assert [row.source for row in rows] == ["a.jsonl:1", "a.jsonl:2", "b.CSV:2", "b.CSV:3"]
 
     def test_an_upload_by_its_id(self, home: Path) -> None:
         (home / "files").mkdir()
@@ -217,6 +217,17 @@ class TestReport:
         (tmp_path / "rows.csv").write_text('user,final\n"two\nlines",yes\nx,\n', encoding="utf-8")
         with pytest.raises(DataError, match=r"rows\.csv:4: "):
             load_rows(DataConfig(path=str(tmp_path / "rows.csv")))
+
+    def test_a_comma_that_csv_would_cut_a_text_at_is_a_fault(self, tmp_path: Path) -> None:
+        (tmp_path / "rows.csv").write_text('user,final\nWhy?,"No, never."\nWhy?,No, never.\n', encoding="utf-8")
+        with pytest.raises(DataError, match=r"rows\.csv:3: has more fields than the header's 2"):
+            load_rows(DataConfig(path=str(tmp_path / "rows.csv")))
+
+    def test_the_hint_does_not_send_people_where_they_are(self) -> None:
+        with pytest.raises(DataError) as caught:
+            parse_rows([("f:1", {})])
+        assert caught.value.hint
+        assert "data check" not in caught.value.hint
 
     def test_no_rows_at_all(self, tmp_path: Path) -> None:
         (tmp_path / "rows.jsonl").write_text("\n\n")
@@ -366,6 +377,21 @@ class TestTokenize:
         assert caught.value.field == "data.max_length"
         assert "1 of 5 rows" in caught.value.message
         assert "rows.jsonl:5" in caught.value.message
+
+    @pytest.mark.parametrize("place", ["user", "developer", "analysis", "final"])
+    def test_a_row_of_megabytes_is_dropped_unread(self, renderer: Renderer, place: str) -> None:
+        rows = make_rows(*ROWS, ROWS[0] | {place: "Das ist ein langer Text. " * 250_000})
+        begin = time.process_time()
+        result = tokenize(rows, renderer, DataConfig(path="./x", max_lost_share=0.5))
+        assert time.process_time() - begin < 5, "rendering it takes half a minute"
+        assert (result.dropped, result.truncated, len(result.examples)) == (["rows.jsonl:5"], [], 4)
+        assert max(result.lengths) == MAX_TOKENS
+        with pytest.raises(DataError, match=r"the longest has 131,072 or more\)"):
+            tokenize(rows, renderer, DataConfig(path="./x"))
+
+    def test_thinking_that_no_template_renders_does_not_count(self, renderer: Renderer) -> None:
+        messages = [USER, assistant(thinking="Ja. " * 200_000), {"role": "user", "content": "And?"}, assistant()]
+        assert tokenize(make_rows({"messages": messages}), renderer, DataConfig(path="./x")).dropped == []
 
     def test_no_row_to_begin_with_names_what_took_them(self, renderer: Renderer) -> None:
         with pytest.raises(DataError, match="no rows are left") as caught:

@@ -1,6 +1,7 @@
 """What the driver waits for, and how it ends when it is told to. Whole runs are in tests/integration/test_driver.py."""
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from training.errors import ConfigError, StorageError
 from training.evaluate import why_not_evaluated
 from training.on_ray import check_own_gpu, on_device, where_models_lie
 from training.run_dir import Phase, RunDir
+from training.tracking.patience import RETRIES, limit_patience
 from training.tracking.run import Tracking
 
 CONFIG = parse_config({"model": {"path": "a/b"}, "data": {"path": "a/c"}, "scaling": {"device": "cpu"}}).resolved()
@@ -53,6 +55,20 @@ def test_an_mlflow_that_comes_back_is_waited_for(run_dir: RunDir, monkeypatch: p
     assert len(tries) == 3
     assert (tries[-1]["phase"], "does not answer" in str(tries[-1]["message"])) == (Phase.STARTING, True)
     assert run_dir.progress()["mlflow_run_id"] == tracking.run_id
+
+
+@pytest.mark.parametrize(("given", "retries"), [(None, str(RETRIES)), ("5", "5")])
+def test_mlflow_is_asked_no_more_often_than_said(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, given: str | None, retries: str
+) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", given or "")
+    if given is None:
+        monkeypatch.delenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES")
+    start_tracking(CONFIG, run_dir).end("FINISHED")
+    assert os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] == retries
+    assert "MLFLOW_HTTP_REQUEST_TIMEOUT" not in os.environ
+    limit_patience(3)
+    assert os.environ.pop("MLFLOW_HTTP_REQUEST_TIMEOUT") == "3"
 
 
 def test_one_that_stays_away_is_an_error(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,25 +2,27 @@
 
 import json
 import random
-from dataclasses import replace
+import time
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
 from tests.conftest import ROWS, with_messages
 from training.config import parse_config
 from training.data import parse_rows
 from training.errors import ConfigError, DataError
 from training.evaluate import Settings, evaluate, evaluate_before_after
-from training.harmony import Parsed
+from training.harmony import Parsed, Renderer
 from training.reasoning.figures import heat_maps
 from training.reasoning.judge import holds_answer, judge
-from training.reasoning.metrics import percentile, report, wilson
+from training.reasoning.metrics import Judged, percentile, report, wilson
 from training.rows.duplicates import NearDuplicates
-from training.rows.prompt_sets import Prompt, Question, cross, prompts_for, read_questions
+from training.rows.prompt_sets import Prompt, Question, answerable, cross, prompts_for, read_questions
 from training.run_dir import Phase, RunDir
 
 torch.set_num_threads(1)
@@ -100,13 +102,24 @@ class TestPromptSets:
         path = tmp_path / "set.jsonl"
         lines = [
             {"prompt": "Was?", "answer": 7},
-            {"question": "Wer?"},
+            {"question": "Wer?", "answer": " "},
             {"messages": with_messages(ROWS[0])["messages"]},
         ]
         path.write_text("\n".join(json.dumps(line) for line in lines) + "\n")
         read = read_questions(path)
         assert [question.text for question in read] == ["Was?", "Wer?", "What is the capital of France?"]
         assert [question.answer for question in read] == ["7", None, None]
+
+    def test_a_prompt_that_leaves_no_room_is_left_out_unread(self, random_base, caplog):
+        renderer = Renderer(AutoTokenizer.from_pretrained(random_base))
+        records = [ROWS[0], ROWS[1] | {"user": "Why? " * 1_000_000}, ROWS[2] | {"user": "Why? " * 300}]
+        rows = parse_rows((f"rows.jsonl:{number}", record) for number, record in enumerate(records, start=1))
+        begin = time.process_time()
+        kept = answerable(rows, renderer, context=1000, max_new_tokens=100)
+        assert time.process_time() - begin < 1, "rendering it takes ten"
+        assert kept == rows[:1]
+        assert "rows.jsonl:2, rows.jsonl:3" in caplog.text
+        assert answerable(rows[:1], renderer, context=None, max_new_tokens=100) == rows[:1]
 
     @pytest.mark.parametrize(
         "line",
@@ -223,10 +236,18 @@ class TestMetrics:
         ("It is 1,234.50 dollars", "1234.5", True),
         ("উত্তর হল ১১।", "11", True),
         ("-3 degrees", "-3", True),
+        ("The other numbers are 1, 2, 3", "3", True),
+        ("In 2020 500 were sold", "500", True),
+        ("They are 12'345.50 francs", "12345.5", True),
         ("No idea.", "18", False),
         ("", "18", False),
         ("The capital is Canberra.", "canberra", True),
         ("The capital is Canberra.", "Sydney", False),
+        ("The capital is Canberra.", "berra", False),
+        ("It is written in C++.", "C++", True),
+        ("澳大利亚的首都是堪培拉。", "堪培拉", True),
+        ("수도는 캔버라입니다.", "캔버라", True),
+        ("เมืองหลวงคือแคนเบอร์ราครับ", "แคนเบอร์รา", True),
         ("", "Sydney", False),
     ],
 )
@@ -254,6 +275,21 @@ class TestEvaluate:
         assert seen == [(4, 5), (5, 5)]  # the first batch is not asked again
         assert again == whole
         assert evaluate(random_base, self.prompts, sampled, path, stop) == whole
+
+    def test_one_that_is_killed_while_it_begins_keeps_what_there_was(self, random_base, tmp_path, monkeypatch):
+        path = tmp_path / "responses.jsonl"
+        evaluate(random_base, self.prompts, QUICK, path)
+        before = path.read_text()
+
+        def die(value):
+            if isinstance(value, Judged):
+                raise KeyboardInterrupt
+            return asdict(value)
+
+        monkeypatch.setattr("training.evaluate.asdict", die)
+        with pytest.raises(KeyboardInterrupt):
+            evaluate(random_base, self.prompts, QUICK, path)
+        assert path.read_text() == before
 
     def test_other_settings_start_anew(self, random_base, tmp_path):
         path = tmp_path / "responses.jsonl"

@@ -334,6 +334,25 @@ def test_progress_counts_every_byte(random_base, adapter, tmp_path):
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
 
 
+def test_a_model_is_on_the_disk_before_it_is_one(random_base, adapter, tmp_path, monkeypatch):
+    synced, seen = set(), {}
+    fsync, rename = os.fsync, os.rename
+
+    def note(descriptor):
+        fsync(descriptor)
+        synced.add(os.fstat(descriptor).st_ino)
+
+    def look(source, target):
+        seen.update({path.name: path.stat().st_ino in synced for path in Path(source).iterdir()})
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", note)
+    monkeypatch.setattr(os, "rename", look)
+    merge(random_base, adapter, tmp_path / "out", progress=False)
+    assert {"config.json", "tokenizer.json", RECORD} < set(seen)
+    assert [name for name, on_disk in seen.items() if not on_disk] == []
+
+
 KILLED = """
 import os, signal, sys
 from pathlib import Path

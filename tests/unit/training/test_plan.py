@@ -222,6 +222,12 @@ def test_local_rows_give_steps_and_a_local_model_its_size(random_base: Path, row
     assert made.tokens > 4 * 75
 
 
+def test_rows_with_unicode_line_separators_in_their_texts_are_counted(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"user": "one\u2028two", "final": "three\u0085four"}\n', encoding="utf-8")
+    assert plan(parse_config({"model": {"path": "someone/unheard-of"}, "data": {"path": str(rows)}})).rows == 1
+
+
 def test_an_unknown_model_and_unknown_rows_leave_gaps_not_errors(tmp_path: Path) -> None:
     bad = tmp_path / "bad.jsonl"
     bad.write_text("{not json\n")

@@ -82,6 +82,59 @@ def test_a_directory_that_is_there_is_not_pushed_again(
     assert pushed == [file]
 
 
+def test_a_second_push_that_is_cut_short_leaves_no_mixture(
+    mirror: Mirror, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = mirror.local / "evaluation"
+    for name in ("after.jsonl", "before.jsonl"):
+        write(directory / name, "of the first push")
+    mirror.push(directory)
+    for name in ("after.jsonl", "before.jsonl"):
+        write(directory / name, "second")
+    push_file = Mirror._push_file
+
+    def die(self: Mirror, path: Path) -> None:
+        if path.name == "before.jsonl":
+            raise KeyboardInterrupt
+        push_file(self, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Mirror, "_push_file", die)
+        with pytest.raises(KeyboardInterrupt):
+            mirror.push(directory)
+    other = elsewhere(mirror, tmp_path)
+    other.pull(other.local / "evaluation")
+    assert not (other.local / "evaluation").exists()
+
+
+@pytest.mark.parametrize("change", ["gone", "cut"])
+def test_a_directory_that_is_being_deleted_is_never_seen_in_part(mirror: Mirror, tmp_path: Path, change: str) -> None:
+    directory = mirror.local / "adapter"
+    for name in ("config", "weights"):
+        write(directory / name, name)
+    mirror.push(directory)
+    if change == "cut":
+        mirror._push_file(write(directory / "weights", "w"))
+    else:
+        with mirror._at(directory / "weights") as (store, key):
+            store.delete_file(key)
+    other = elsewhere(mirror, tmp_path)
+    write(other.local / "adapter" / "weights", "of before")
+    with pytest.raises(StorageError, match="adapter/weights is not there whole"):
+        other.pull(other.local / "adapter")
+    assert [path.name for path in other.local.rglob("*")] == ["adapter", "weights"]
+    assert (other.local / "adapter" / "weights").read_text() == "of before"
+
+
+def test_an_empty_directory_is_not_there(mirror: Mirror, tmp_path: Path) -> None:
+    directory = mirror.local / "evaluation"
+    directory.mkdir()
+    mirror.push(directory)
+    other = elsewhere(mirror, tmp_path)
+    other.pull(other.local / "evaluation")
+    assert not (other.local / "evaluation").exists()
+
+
 def test_deleting(mirror: Mirror) -> None:
     directory = write(mirror.local / "runs" / "job" / "file", "x").parent
     mirror.push(directory)
