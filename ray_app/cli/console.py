@@ -36,10 +36,12 @@ class SafeConsole(Console):
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
 
 
-console = SafeConsole(highlight=False)
-errors = SafeConsole(stderr=True, highlight=False)
+console = SafeConsole(highlight=False, emoji=False)  # a model's `:smile:` is shown as it was written
+errors = SafeConsole(stderr=True, highlight=False, emoji=False)
 
 BAR_WIDTH = 24
+MAX_LINE = 10_000
+"""Characters of a table's line where there is no terminal."""
 PLAIN_INTERVAL_S = 10
 """Between two lines of progress where there is no terminal."""
 STATUS_STYLE = {"SUCCEEDED": "green", "FAILED": "red", "CANCELLED": "yellow", "RUNNING": "cyan", "QUEUED": "dim"}
@@ -150,10 +152,22 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
+def show_jobs(jobs: list[dict[str, Any]], output: Console = console) -> None:
+    """A line for each job. Ids, statuses and times are whole however narrow the terminal; without one, everything is."""
+    table = job_table(jobs)
+    whole = sum((column.min_width or 0) + 2 for column in table.columns)  # 2: what stands between columns
+    if not output.is_terminal:
+        table.width = output.measure(table, options=output.options.update(width=MAX_LINE)).maximum
+    elif whole > output.width:  # the terminal breaks the lines
+        table.width = whole
+    output.print(table, crop=False)
+
+
 def job_table(jobs: list[dict[str, Any]]) -> Table:
     table = Table(box=None, header_style="bold")
+    whole = {name: max(len(job[name]) for job in jobs) for name in ("id", "status")} | {"created": 19}
     for column in ("id", "name", "status", "progress", "created"):
-        table.add_column(column, no_wrap=column in {"id", "status", "created"})
+        table.add_column(column, no_wrap=column in whole, min_width=whole.get(column))
     for job in jobs:
         status = job["status"]
         numbers = (

@@ -1,18 +1,20 @@
-"""`polythink data check`: what a file of rows would become, before anything is spent."""
+"""`polythink data …`: what a file of rows would become, before anything is spent, and its way to the service."""
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich import progress
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from ray_app.cli.console import console, printable
+from ray_app.cli.console import console, errors, printable
 from training.config import DataConfig, load_config
-from training.errors import DataError
+from training.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from training.data import Row, Tokenized
@@ -54,9 +56,24 @@ def check(
     _show_mismatched(rows)
     tokenized = tokenize(rows, renderer, data.model_copy(update={"max_lost_share": 1.0}))
     console.print(_lengths(tokenized))
-    for row in rows[:preview]:
+    for row in islice((row for row in rows if row.source not in tokenized.dropped), preview):
         console.print(_preview(row, renderer, data))
     _judge_loss(tokenized, settings.data, data.max_length)
+
+
+@app.command()
+def upload(file: Annotated[Path, typer.Argument(help="A JSONL, JSON, Parquet or CSV file.")]) -> None:
+    """Send rows to the running service, which checks all of them and keeps them under an id."""
+    from ray_app.cli.client import Service
+
+    file = file.expanduser()
+    if not file.is_file():
+        raise ConfigError(f"there is no file {file}", hint="Give a JSONL, JSON, Parquet or CSV file.", field="file")
+    quiet = not console.is_terminal
+    with progress.open(file, "rb", description="uploading", console=console, transient=True, disable=quiet) as rows:
+        answer = Service().upload(rows, file.name)
+    console.print(f"{answer['id']}  {answer['rows']:,} rows")
+    errors.print(f"[dim]Train on them: polythink jobs submit tiny data.path=file:{answer['id']}[/]", soft_wrap=True)
 
 
 def _as_path(file: str) -> str:

@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.markup import escape
@@ -34,7 +34,7 @@ def evaluate(
     prompts: Annotated[int, typer.Option(min=1, help="Spread over the languages.")] = 40,
     max_new_tokens: Annotated[int, typer.Option(min=8)] = 512,
     seed: Annotated[int, typer.Option(min=0)] = 42,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Annotated[Literal["cpu", "cuda"], typer.Option()] = "cpu",
     out: Annotated[
         Path | None, typer.Option(help="Directory for answers, figures and picture; a second call goes on from it.")
     ] = None,

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from ray_app.cli.console import LiveProgress, console, duration, job_table, printable
+from ray_app.cli.console import LiveProgress, console, duration, printable, show_jobs
 
 app = typer.Typer(no_args_is_help=True, help="Jobs of the running service.")
 JobId = Annotated[str, typer.Argument(metavar="JOB", help="Its id.")]
@@ -50,7 +50,7 @@ def list_jobs(
     if as_json:
         console.print_json(json.dumps(jobs))
     elif jobs:
-        console.print(job_table(jobs))
+        show_jobs(jobs)
     else:
         console.print("No jobs. Submit one: [bold]polythink jobs submit tiny[/]")
 
@@ -65,7 +65,7 @@ def show(job_id: JobId, watch: Watch = False, as_json: AsJson = False) -> None:
     if as_json:
         console.print_json(json.dumps(job))
         return
-    console.print(job_table([job]))
+    show_jobs([job])
     facts = {
         "attempt": job["attempt"],
         "reason": job["status_reason"],

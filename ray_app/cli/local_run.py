@@ -19,7 +19,7 @@ STOP_S = 30
 
 
 def run(source: str, overrides: list[str], verbose: bool = False) -> dict[str, Any]:
-    """Trains what `source` describes and returns the run's result; Ctrl-C stops the driver and all its workers.
+    """Trains what `source` describes and returns the run's result; Ctrl-C or SIGTERM stops the driver and all its workers.
 
     Args:
         source: a preset's name, a YAML file, or a run directory to go on with.
@@ -33,6 +33,7 @@ def run(source: str, overrides: list[str], verbose: bool = False) -> dict[str, A
     run_dir = open_or_create(source, overrides)
     console.print(f"[dim]{run_dir.root}[/]", soft_wrap=True)
     before = run_dir.result()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # by way of `finally`, as Ctrl-C
     with run_dir.log_path.open("ab") as log:
         child = subprocess.Popen(
             [sys.executable, "-m", "training", str(run_dir.root)],
@@ -74,7 +75,7 @@ def _wait(child: subprocess.Popen[bytes], run_dir: RunDir, verbose: bool) -> Non
 def _end(child: subprocess.Popen[bytes]) -> None:
     """Stops the driver; kills it with its whole process group when it takes too long."""
     child.send_signal(signal.SIGTERM)
-    with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):  # a second Ctrl-C waits no longer
+    with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt, SystemExit):  # a second signal ends the wait
         child.wait(STOP_S)
     if child.poll() is None:
         os.killpg(child.pid, signal.SIGKILL)

@@ -15,9 +15,10 @@ from typer.core import TyperGroup
 from ray_app.cli import data as cli_data
 from ray_app.cli import evaluate as cli_evaluate
 from ray_app.cli import jobs as cli_jobs
+from ray_app.cli import keys as cli_keys
 from ray_app.cli import models as cli_models
 from ray_app.cli import notebooks as cli_notebooks
-from ray_app.cli.console import console, errors, show_error
+from ray_app.cli.console import console, show_error
 from training.errors import ConfigError, PolythinkError, StorageError
 
 USAGE_ERROR = 2
@@ -34,7 +35,7 @@ class Commands(TyperGroup):
                 traceback.print_exc()
             show_error(error)
             raise typer.Exit(USAGE_ERROR if isinstance(error, ConfigError) else 1) from None
-        except (typer.Exit, typer.Abort, KeyboardInterrupt):
+        except (typer.Exit, typer.Abort, KeyboardInterrupt, BrokenPipeError):  # the last: `… | head` has seen enough
             raise
         except Exception as error:
             if type(error).__module__.startswith(("click", "typer")):  # usage errors, which Typer shows itself
@@ -66,8 +67,7 @@ app = typer.Typer(
 )
 app.add_typer(cli_jobs.app, name="jobs")
 app.add_typer(cli_data.app, name="data")
-keys = typer.Typer(no_args_is_help=True, help="API keys.")
-app.add_typer(keys, name="keys")
+app.add_typer(cli_keys.app, name="keys")
 
 
 @app.callback()
@@ -150,7 +150,7 @@ def status() -> None:
         console.print(f"{name:10} {state}", soft_wrap=True)
     if running.joined:
         console.print(f"node of    {running.joined}")
-        return
+        raise typer.Exit(0 if running.any_alive else 1)
     healthy = deploy.healthy(running)
     console.print(f"{'api':10} " + ("[green]answers[/]" if healthy else "[red]does not answer[/]"))
     _show_places(running)
@@ -174,22 +174,6 @@ def train(
             f"Registered as [bold]{escape(result['registered_model'])}[/] in {escape(result['mlflow_uri'])}",
             soft_wrap=True,
         )
-
-
-@keys.command("add")
-def keys_add(role: Annotated[str, typer.Argument(help="admin (everything) or user (generate).")]) -> None:
-    """Make an API key. It is shown once; only its hash is kept."""
-    from ray_app.cluster.parts import keys_path
-    from serving.keys import Role, add_key
-
-    if role not in list(Role):
-        raise ConfigError(f"there is no role {role!r}", hint=f"Roles: {', '.join(Role)}.", field="role")
-    key = add_key(keys_path(), Role(role))
-    errors.print(
-        f"[dim]Added to {keys_path()}. Send it as `Authorization: Bearer KEY`, or set POLYTHINK_API_KEY.[/]",
-        soft_wrap=True,
-    )
-    print(key)
 
 
 @app.command()

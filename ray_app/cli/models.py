@@ -118,6 +118,8 @@ def _show_plan(plan: dict[str, Any]) -> None:
     """The plan with the numbers that belong together in one line."""
     memory, fits, advice, notes = (plan.pop(name) for name in ("gpu_memory_gib", "fits", "advice", "notes"))
     times = {name: duration(plan.pop(name)) for name in ("training_s", "total_s") if plan[name] is not None}
+    if (tokens_per_s := plan.pop("tokens_per_s_per_gpu")) is not None:
+        plan["throughput"] = f"{tokens_per_s:,.0f} tokens/s for each worker"
     _show_facts(plan | {name.removesuffix("_s") + " time": time for name, time in times.items()})
     if memory:
         parts = ", ".join(f"{part.replace('_', ' ')} {gib:,.2f}" for part, gib in memory.items() if gib)
@@ -128,19 +130,22 @@ def _show_plan(plan: dict[str, Any]) -> None:
         console.print(f"[dim]{escape(line)}[/]", soft_wrap=True)
 
 
-UNITS = {"_gib": "GiB", "_bytes": "GB", "_per_s_per_gpu": "a second, for each GPU"}
-"""Of numbers whose names end so; bytes are shown in units of 10^9."""
-
-
 def _show_facts(facts: dict[str, Any]) -> None:
     for name, value in facts.items():
         if isinstance(value, dict):
             _show_facts({f"{name} of {part}": text for part, text in value.items()})
         elif value is not None:
-            unit = next((unit for unit in UNITS if name.endswith(unit)), "")
-            text = _text(value / 1e9 if unit == "_bytes" else value)
-            label = name.removesuffix(unit).replace("_", " ")
-            console.print(f"[dim]{label:28}[/] {escape(text)} {UNITS.get(unit, '')}".rstrip(), soft_wrap=True)
+            label = name.removesuffix("_gib").removesuffix("_bytes").replace("_", " ")
+            console.print(f"[dim]{label:28}[/] {escape(_quantity(name, value))}", soft_wrap=True)
+
+
+def _quantity(name: str, value: Any) -> str:
+    """`value` in the unit that the end of its name says, smaller ones in thousandths of it."""
+    if name.endswith("_bytes"):
+        return f"{value / 1e9:,.2f} GB" if value >= 1e9 else f"{value / 1e6:,.2f} MB"
+    if name.endswith("_gib"):
+        return f"{value:,.2f} GiB" if value >= 1 else f"{value * 1024:,.0f} MiB"
+    return _text(value)
 
 
 def _text(value: Any) -> str:

@@ -72,8 +72,8 @@ def _function(name: str) -> Any:
     Raises:
         ConfigError: there is no such module or function.
     """
-    module_name, colon, attribute = name.rpartition(":")
-    if not colon or not attribute:
+    module_name, _, attribute = name.rpartition(":")
+    if not module_name or not attribute:
         raise ConfigError(f"{name!r} is not module:function", hint="For example train.py:train", field="function")
     sys.path.insert(0, str(Path.cwd()))
     try:

@@ -44,9 +44,8 @@ def deploy(cluster: Cluster, report: Report, timeout_s: float = 300) -> None:
 def undeploy(cluster: Cluster) -> None:
     """Takes the application off a Ray that goes on; what else Serve runs there stays."""
     dashboard = dashboard_of(cluster)
-    if dashboard.ray_version() is not None:
-        config = serve_config(cluster, dashboard.serve())
-        dashboard.deploy({**config, "applications": _others(config["applications"])})
+    config = serve_config(cluster, dashboard.serve())
+    dashboard.deploy({**config, "applications": _others(config["applications"])})
 
 
 def serve_config(cluster: Cluster, serve: dict[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ started and nothing else. Several installations, each with its own POLYTHINK_HOM
 """
 
 import importlib.metadata
+import re
 import socket
 import time
 from collections.abc import Callable
@@ -23,8 +24,9 @@ from ray_app.cluster.parts import (
     ray_node_command,
     token_path,
 )
-from ray_app.cluster.processes import ServiceError, environment, require_port, spawn, stop
+from ray_app.cluster.processes import ServiceError, environment, nodes_of, require_port, spawn, stop
 from ray_app.cluster.state import LOOPBACK, Cluster, Ports, load, lock, state_path
+from serving.keys import KeyRing
 from training.config import PRESETS
 from training.run_dir import polythink_home
 
@@ -37,6 +39,8 @@ HEAD_PATIENCE_S = 20
 """From SIGTERM to SIGKILL; a head takes about 4 s."""
 HEAD_NOTICES_S = 15
 """In which a head ends after one of its processes died."""
+HEADLESS_S = 75
+"""In which a node ends that has lost its head: Ray tries for 60 s to reach it again, fixed."""
 NODE_PATIENCE_S = 60
 """A node is drained first, for 30 s at most: training on it saves and moves."""
 
@@ -59,9 +63,10 @@ def up(
 
     Raises:
         ServiceError: a port is taken, there are no API keys, or a part does not come up; says which log to read.
+        ConfigError: the file of API keys is faulty, or holds none.
     """
     with lock():
-        cluster = load()
+        cluster = load() or _unrecorded(ports)
         if cluster:
             _end_leftovers(cluster, report)
         if cluster and is_up(cluster):
@@ -92,12 +97,13 @@ def join(head: str, host: str | None = None, token: Path | None = None, report: 
     Raises:
         ServiceError: there is no token, the head does not answer, or this machine runs a cluster of its own.
     """
+    address = head if ":" in head else f"{head}:{Ports().ray_port}"
     with lock():
         cluster = load()
         if cluster:
             _end_leftovers(cluster, report)
         if cluster and is_up(cluster):
-            if cluster.joined == head:
+            if cluster.joined == address:
                 return cluster
             raise ServiceError(
                 f"this machine is already up: {cluster.joined or cluster.url}", hint="`polythink down` first."
@@ -107,8 +113,7 @@ def join(head: str, host: str | None = None, token: Path | None = None, report: 
             raise ServiceError(
                 f"there is no token at {path}", hint="Copy the head's ray_token there, or give --token-file."
             )
-        address = head if ":" in head else f"{head}:{Ports().ray_port}"
-        cluster = Cluster(host=host or _address_towards(address), joined=head)
+        cluster = Cluster(host=host or _address_towards(address), joined=address)
         env = environment(**base_environment(), **auth_environment(path))
         report(f"joining {address}")
         _run(cluster, "ray", ray_node_command(cluster, address), env, PRESETS.parent)
@@ -134,12 +139,39 @@ def is_up(cluster: Cluster) -> bool:
     """Whether any of it runs. Where Ray and MLflow were there before `up`, no process is ours: the dashboard knows."""
     if cluster.owns_ray or cluster.any_alive:
         return cluster.any_alive
-    dashboard = dashboard_of(cluster)
-    if dashboard.ray_version() is None:
+    return _serves_this_home(cluster)
+
+
+def _serves_this_home(cluster: Cluster) -> bool:
+    """Whether the Ray of somebody else's runs our application for this POLYTHINK_HOME."""
+    if dashboard_of(cluster).ray_version() is None:
         return False
-    deployed = dashboard.application(APPLICATION).get("deployed_app_config") or {}
-    variables = deployed.get("runtime_env", {}).get("env_vars", {})
-    return bool(variables.get("POLYTHINK_HOME") == str(polythink_home()))
+    return _deployed_variables(cluster).get("POLYTHINK_HOME") == str(polythink_home())
+
+
+def _deployed_variables(cluster: Cluster) -> dict[str, str]:
+    """The variables that our application was given on a Ray of somebody else's; {} when it is not there."""
+    deployed = dashboard_of(cluster).application(APPLICATION).get("deployed_app_config") or {}
+    variables: dict[str, str] = deployed.get("runtime_env", {}).get("env_vars", {})
+    return variables
+
+
+def _unrecorded(ports: Ports) -> Cluster | None:
+    """What an earlier `up` put on a Ray of somebody else's, its state file lost since; None where nothing of ours runs there.
+
+    The API and MLflow stay where they are; an MLflow that still answers is taken for somebody's own, which `down` leaves.
+    """
+    cluster = Cluster(ports=ports.resolved(), owns_ray=False)
+    if not ports.dashboard_port or not _serves_this_home(cluster):
+        return None
+    cluster.ports.port = dashboard_of(cluster).serve()["http_options"]["port"]
+    uri = _deployed_variables(cluster)["MLFLOW_TRACKING_URI"]
+    own = re.fullmatch(rf"http://{re.escape(LOOPBACK)}:(\d+)", uri)
+    if own and not answers(f"{uri}/health"):
+        cluster.ports.mlflow_port = int(own[1])
+    else:
+        cluster.tracking_uri = uri
+    return cluster
 
 
 def _start(cluster: Cluster, num_cpus: int | None, report: Report) -> None:
@@ -151,9 +183,9 @@ def _start(cluster: Cluster, num_cpus: int | None, report: Report) -> None:
     if cluster.owns_ray and not cluster.alive("ray"):
         forget_old_sessions()
         try:
-            _start_head(cluster, num_cpus)
+            _start_head(cluster, num_cpus, report)
         except ServiceError:  # Ray gives its own node 30 s to register, fixed: a busy machine may need a second try
-            _start_head(cluster, num_cpus)
+            _start_head(cluster, num_cpus, report)
     _wait(lambda: "mlflow" not in cluster.processes or answers(f"{cluster.mlflow_url}/health"), cluster, "mlflow")
     try:
         deploy(cluster, report)
@@ -161,15 +193,35 @@ def _start(cluster: Cluster, num_cpus: int | None, report: Report) -> None:
         if not cluster.owns_ray or not _is_ending(cluster):
             raise
         report("Ray was ending; starting it again")
-        _start_head(cluster, num_cpus)
+        _start_head(cluster, num_cpus, report)
         deploy(cluster, report)
 
 
-def _start_head(cluster: Cluster, num_cpus: int | None) -> None:
+def _start_head(cluster: Cluster, num_cpus: int | None, report: Report) -> None:
+    _end_predecessor(cluster, "ray")
+    _outwait_nodes(f"{cluster.host}:{cluster.ports.ray_port}", report)
     # Drivers of `ray job submit` start where the head did: `configs/tiny.yaml` and `-m training` mean ours.
     _run(cluster, "ray", ray_head_command(cluster, num_cpus), head_environment(cluster), PRESETS.parent)
     _wait(lambda: STARTED in cluster.processes["ray"].log_tail(200), cluster, "ray")
     _wait(lambda: dashboard_of(cluster).ray_version() is not None, cluster, "ray")
+
+
+def _outwait_nodes(head: str, report: Report) -> None:
+    """Waits for the nodes on this machine whose head was at `head`: a new one there refuses to start beside them.
+
+    Raises:
+        ServiceError: one does not end.
+    """
+    deadline = time.monotonic() + HEADLESS_S
+    if nodes_of(head):
+        report(f"waiting up to {HEADLESS_S} s for Ray nodes that have lost their head at {head}")
+    while pids := nodes_of(head):
+        if time.monotonic() > deadline:
+            raise ServiceError(
+                f"the Ray node with pid {pids[0]} on this machine still belongs to a head at {head}",
+                hint="End it, or choose another --ray-port.",
+            )
+        time.sleep(0.5)
 
 
 def _is_ending(cluster: Cluster) -> bool:
@@ -191,7 +243,7 @@ def _end_leftovers(cluster: Cluster, report: Report) -> None:
 
 
 def _stop(cluster: Cluster, report: Report) -> None:
-    if not cluster.owns_ray:
+    if not cluster.owns_ray and _serves_this_home(cluster):  # by now another POLYTHINK_HOME may have its own there
         report("taking the service off Ray")
         undeploy(cluster)
     for name in ("ray", "mlflow"):  # MLflow last: jobs that end write there
@@ -213,17 +265,23 @@ def _somebodys_ray(cluster: Cluster) -> bool:
         raise ServiceError(f"the Ray at {cluster.dashboard_url} is {version}, and this is {ours}", hint=way_out)
     if dashboard.application(APPLICATION):
         raise ServiceError(
-            f"the Ray at {cluster.dashboard_url} runs a Polythink of another POLYTHINK_HOME", hint=way_out
+            f"the Ray at {cluster.dashboard_url} runs a Polythink that this POLYTHINK_HOME knows nothing of",
+            hint=way_out,
         )
     return True
 
 
 def _run(cluster: Cluster, name: str, command: list[str], env: dict[str, str], cwd: Path) -> None:
     """Starts a part in the place of its predecessor and puts it on record at once: whatever happens next, `down` finds it."""
-    if before := cluster.processes.get(name):  # it may have died a moment ago, and its children hold its port
-        stop(before, HEAD_PATIENCE_S)
+    _end_predecessor(cluster, name)
     cluster.processes[name] = spawn(name, command, env, cwd, polythink_home() / "logs" / f"{name}.log")
     cluster.save()
+
+
+def _end_predecessor(cluster: Cluster, name: str) -> None:
+    """Ends what is left of a part: it may have died a moment ago, and its children hold its port."""
+    if before := cluster.processes.get(name):
+        stop(before, HEAD_PATIENCE_S)
 
 
 def _wait(condition: Callable[[], bool], cluster: Cluster, name: str) -> None:
@@ -263,14 +321,20 @@ def _require_ports(cluster: Cluster) -> None:
 
 
 def _require_keys(host: str) -> None:
+    """
+    Raises:
+        ServiceError: others cannot call `host`, or there are no keys for them.
+        ConfigError: the file of keys is faulty, or holds none.
+    """
     if host in {"0.0.0.0", "::"}:
         raise ServiceError(f"--host {host} is nothing that other machines can call", hint="Give this machine's own IP.")
     path = keys_path()
-    if not path.exists() or not path.read_text(encoding="utf-8").strip():
+    if not path.exists():
         raise ServiceError(
             f"--host {host} opens the service to other machines, and there are no API keys in {path}",
             hint="Make one first: polythink keys add admin",
         )
+    KeyRing.read(path)
 
 
 def _address_towards(address: str) -> str:
@@ -279,6 +343,6 @@ def _address_towards(address: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((host, int(port)))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, OverflowError) as error:
             raise ServiceError(f"{address} is no address of a head: {error}", hint="Give IP or IP:PORT.") from None
         return probe.getsockname()[0]

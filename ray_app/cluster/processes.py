@@ -15,8 +15,6 @@ from training.errors import PolythinkError
 SAME_PROCESS_S = 0.5
 """A pid whose process started within this of the time on record is the one on record."""
 
-_started: list[subprocess.Popen] = []  # kept: a Popen that is collected while its process runs warns about it
-
 
 class ServiceError(PolythinkError, RuntimeError):
     """A part of the service that does not start, does not answer, or is in the way."""
@@ -69,7 +67,7 @@ def spawn(name: str, command: Sequence[str], env: Mapping[str, str], cwd: Path, 
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    _started.append(child)
+    child.returncode = 0  # its pid is all that is kept, and a Popen warns when it goes before its process has ended
     return Process(name=name, pid=child.pid, started_s=_started_s(psutil.Process(child.pid)), log=log)
 
 
@@ -81,7 +79,7 @@ def stop(process: Process, patience_s: float) -> None:
     """Ends `process` and all that descends from it: SIGTERM, once more after half the patience, then SIGKILL.
 
     Ray's head has been seen to need the second signal; its workers may outlive it. So may the children of a process that
-    was killed, which are known by its session.
+    was killed, which are known by its session. What was a child of this process leaves no zombie.
     """
     root = process.find()
     family = {*(root.children(recursive=True) if root else []), *_session(process)}
@@ -92,7 +90,10 @@ def stop(process: Process, patience_s: float) -> None:
             break
     left = _wait([*family, *first], 2)
     _signal(left, psutil.Process.kill)
-    if stubborn := _wait(left, 5):
+    stubborn = _wait(left, 5)
+    if zombie := process.entry():  # it ended by itself, and nobody has asked for its exit status
+        _wait([zombie], 0)
+    if stubborn:
         raise ServiceError(f"{process.name} (pid {process.pid}) does not end: {len(stubborn)} processes are left")
 
 
@@ -121,6 +122,12 @@ def _signal(processes: Iterable[psutil.Process], send: Callable[[psutil.Process]
 def _wait(processes: Sequence[psutil.Process], timeout_s: float) -> list[psutil.Process]:
     """Those still alive after `timeout_s`; our own zombies are reaped on the way."""
     return psutil.wait_procs(processes, timeout=timeout_s)[1]
+
+
+def nodes_of(head: str) -> list[int]:
+    """Pids of the Ray nodes on this machine, whoever started them, whose head's address is `head` (`IP:PORT`)."""
+    commands = {process.pid: process.info["cmdline"] or [""] for process in psutil.process_iter(["cmdline"])}
+    return [pid for pid, words in commands.items() if Path(words[0]).name == "raylet" and f"--gcs-address={head}" in words]
 
 
 def free_ports(count: int) -> list[int]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from ray_app.cluster.processes import Process, ServiceError, free_ports
+from training.errors import ConfigError
 from training.run_dir import polythink_home, write_json
 
 LOOPBACK = "127.0.0.1"
@@ -25,9 +26,21 @@ class Ports(BaseModel):
 
     @classmethod
     def from_env(cls) -> "Ports":
-        """POLYTHINK_PORT, POLYTHINK_MLFLOW_PORT, POLYTHINK_DASHBOARD_PORT and POLYTHINK_RAY_PORT, else the defaults."""
-        variables = {name: os.environ.get(f"POLYTHINK_{name.upper()}") for name in cls.model_fields}
-        return cls.model_validate({name: value for name, value in variables.items() if value})
+        """POLYTHINK_PORT, POLYTHINK_MLFLOW_PORT, POLYTHINK_DASHBOARD_PORT and POLYTHINK_RAY_PORT, else the defaults.
+
+        Raises:
+            ConfigError: a value is no port.
+        """
+        values = {}
+        for name in cls.model_fields:
+            variable = f"POLYTHINK_{name.upper()}"
+            if text := os.environ.get(variable):
+                if not text.isdecimal() or int(text) > 65_535:
+                    raise ConfigError(
+                        f"{variable}={text!r} is not a port", hint="0 to 65535; 0 takes a free one.", field=variable
+                    )
+                values[name] = int(text)
+        return cls(**values)
 
     def resolved(self) -> "Ports":
         """With free ports in the place of 0."""
@@ -42,7 +55,7 @@ class Cluster(BaseModel):
     """Where the API listens, and Ray's address of this node."""
     ports: Ports = Ports()
     joined: str | None = None
-    """The head's address, on a machine that joined one."""
+    """The head's address, `IP:PORT`, on a machine that joined one."""
     owns_ray: bool = True
     """Whether Ray is ours; False where it ran before `up`."""
     tracking_uri: str | None = None

@@ -53,7 +53,7 @@ def portable(error: BaseException) -> Any:
 
     try:
         pickle.loads(cloudpickle.dumps(error))
-    except TypeError:
+    except Exception:  # whatever that `__init__` makes of the message
         return _Portable(error)
     return error
 

@@ -61,9 +61,7 @@ def _address_of_up() -> str | None:
         # Ray would put this machine's IP for 127.0.0.1, and such a head does not listen there. RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0
         # says the same, but is read when Ray is imported.
         ray_constants.ENABLE_RAY_CLUSTER = False
-    if cluster.joined:
-        return cluster.joined if ":" in cluster.joined else f"{cluster.joined}:{cluster.ports.ray_port}"
-    return f"{cluster.host}:{cluster.ports.ray_port}"
+    return cluster.joined or f"{cluster.host}:{cluster.ports.ray_port}"
 
 
 def place(hardware: Hardware, nodes: Sequence[Mapping[str, float]]) -> Placement:

@@ -4,9 +4,13 @@ import fcntl
 import io
 import json
 import re
+import stat
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -15,8 +19,10 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from ray_app.cli import console
+from ray_app.cli.client import ApiError, Service
 from ray_app.cli.main import app
-from ray_app.cluster.processes import free_ports
+from ray_app.cluster.processes import Process, free_ports
+from ray_app.cluster.state import Cluster
 from ray_app.queue.store import SqlStore
 from serving.api import create_app
 from serving.jobs import JobFilter, JobStatus
@@ -85,6 +91,20 @@ def test_a_wrong_command_line_ends_with_2(arguments: tuple[str, ...]) -> None:
     assert polythink(*arguments).exit_code == 2
 
 
+def test_a_device_that_is_none_is_refused_before_anything_is_read() -> None:
+    result = polythink("evaluate", "model", "--set", "nowhere", "--languages", "de", "--device", "gpu")
+    assert result.exit_code == 2
+    assert "'gpu' is not one of 'cpu'" in " ".join(result.stderr.split())
+
+
+def test_the_status_of_a_node_that_ended_is_an_error(home: Path) -> None:
+    ended = Process(name="ray", pid=2**22, started_s=0, log=home / "ray.log")  # above Linux's largest pid
+    Cluster(joined="10.0.0.1:6379", processes={"ray": ended}).save()
+    result = polythink("status")
+    assert "ray        ended" in result.stdout
+    assert result.exit_code == 1
+
+
 def test_a_faulty_configuration_ends_with_2_and_says_the_way_out(home: Path, config_file: Path) -> None:
     result = polythink("train", str(config_file), "optim.learning_rat=1e-3")
     assert result.exit_code == 2
@@ -127,6 +147,177 @@ def test_jobs_are_submitted_listed_shown_and_cancelled(store: SqlStore, config_f
     unknown = polythink("jobs", "show", "job-unknown")
     assert unknown.exit_code == 1
     assert "job-unknown" in unknown.output
+
+
+@pytest.mark.parametrize("width", [20, 45, 80, 300])
+def test_ids_and_statuses_are_whole_on_any_terminal(width: int) -> None:
+    jobs = [
+        {"id": f"raysubmit_{i:016}", "name": "a name " * 9, "status": "EVALUATING", "error": None, "progress": {},
+         "status_reason": "waits for GPUs " * 9, "created_at": "2026-01-02T03:04:05"}
+        for i in range(3)
+    ]  # fmt: skip
+    output = console.SafeConsole(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
+    console.show_jobs(jobs, output)
+    _, *lines = output.file.getvalue().splitlines()
+    assert len(lines) == len(jobs)
+    for job, line in zip(jobs, lines, strict=True):
+        assert {job["id"], "EVALUATING", "2026-01-02"} <= set(line.split())
+
+
+def test_without_a_terminal_a_job_is_listed_whole(
+    store: SqlStore, config_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "a-name-of-some-length-to-its-end"
+    assert polythink("jobs", "submit", str(config_file), "--name", name).exit_code == 0
+    monkeypatch.setenv("COLUMNS", "30")
+    [job] = store.list_jobs(JobFilter())
+    _, line = polythink("jobs", "list").output.splitlines()
+    assert line.split()[0] == job.id
+    assert f"{name}  QUEUED  " in line
+    assert re.search(r" \d{4}-\d\d-\d\d \d\d:\d\d:\d\d$", line.rstrip())
+
+
+@pytest.mark.parametrize("command", ["show", "logs", "cancel", "resume"])
+@pytest.mark.parametrize("job_id", ["", "."])
+def test_an_id_that_is_none_is_named(store: SqlStore, command: str, job_id: str) -> None:
+    result = polythink("jobs", command, job_id)
+    assert result.exit_code == 2
+    assert f"JOB={job_id!r} is not the id of a job" in result.stderr
+    assert "polythink jobs list" in result.stderr
+
+
+def test_rows_are_uploaded_and_trained_on_by_their_id(
+    store: SqlStore, rows_file: Path, config_file: Path, tmp_path: Path
+) -> None:
+    result = polythink("data", "upload", str(rows_file))
+    assert result.exit_code == 0, result.output
+    file_id, rows = re.fullmatch(r"(file-\w+)  (\d+) rows\n", result.stdout).groups()  # type: ignore[union-attr]
+    assert rows == "4"
+    assert f"data.path=file:{file_id}" in result.stderr
+    assert polythink("jobs", "submit", str(config_file), f"data.path=file:{file_id}").exit_code == 0
+    [job] = store.list_jobs(JobFilter())
+    assert job.train_config.data.path == f"file:{file_id}"
+
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"messages": []}\n{"user": "hi", "final": "ho"}\nnot json\n')
+    refused = polythink("data", "upload", str(bad))
+    assert refused.exit_code == 1
+    assert "2 of 3 rows are faulty" in refused.stderr
+    assert "bad.jsonl:1" in refused.stderr
+    assert "bad.jsonl:3" in refused.stderr
+    assert "Mend or remove these rows" in refused.stderr
+    nothing = polythink("data", "upload", str(tmp_path))
+    assert nothing.exit_code == 2
+    assert f"there is no file {tmp_path}" in nothing.stderr
+
+
+class Answers(BaseHTTPRequestHandler):
+    """A server that says `body`, whatever it is asked."""
+
+    body = b"<html>MLflow</html>"
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(self.body) + self.missing))
+        self.end_headers()
+        self.wfile.write(self.body)
+
+    missing = 0
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+class Breaks(Answers):
+    missing = 1
+
+
+@pytest.mark.parametrize(
+    ("handler", "message"), [(Answers, "it is not the service"), (Breaks, "the connection broke: peer closed")]
+)
+def test_what_is_not_the_service_or_breaks_off_is_said(
+    home: Path, monkeypatch: pytest.MonkeyPatch, handler: type[Answers], message: str
+) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        monkeypatch.setenv("POLYTHINK_URL", f"http://127.0.0.1:{server.server_port}")
+        result = polythink("jobs", "list")
+        server.shutdown()
+        thread.join()
+    assert result.exit_code == 1
+    assert message in result.stderr
+    assert "POLYTHINK_URL" in result.stderr or "polythink status" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("POLYTHINK_URL", "localhost:8000"),
+        ("POLYTHINK_URL", "http://localhost:api"),
+        ("POLYTHINK_PORT", "http"),
+        ("POLYTHINK_PORT", "70000"),
+    ],
+)
+def test_an_address_that_cannot_be_is_named(
+    home: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    result = polythink("jobs", "logs", "job-1", "--follow")
+    assert result.exit_code == 2
+    assert f"{variable}='{value}'" in result.stderr
+
+
+def test_a_stream_goes_on_where_it_broke_once_the_service_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    [port] = free_ports(1)
+    seen = []
+
+    class Stream(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            seen.append(self.headers.get("Last-Event-ID"))
+            self.send_response(503 if len(seen) == 2 else 200)
+            self.end_headers()
+            if len(seen) != 2:
+                event = "log" if len(seen) == 1 else "end"
+                self.wfile.write(f"event: {event}\nid: {len(seen)}\ndata: x\n\n".encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    def serve(requests: int) -> None:
+        with HTTPServer(("127.0.0.1", port), Stream) as server:
+            for _ in range(requests):
+                server.handle_request()
+
+    first = threading.Thread(target=serve, args=(1,))
+    first.start()
+    events = Service(f"http://127.0.0.1:{port}").events("/stream")
+    assert next(events) == ("log", "x")
+    first.join()
+    second = threading.Timer(1.5, serve, args=(2,))  # nothing listens for a while
+    second.start()
+    assert list(events) == [("end", "x")]
+    second.join()
+    assert seen == [None, "1", "1"]
+
+
+def test_a_stream_that_never_stood_is_not_waited_for() -> None:
+    with pytest.raises(ApiError, match="no service answers"):
+        next(Service(f"http://127.0.0.1:{free_ports(1)[0]}").events("/stream"))
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(store: SqlStore, config_file: Path) -> None:
+    polythink("jobs", "submit", str(config_file))
+    [job] = store.list_jobs(JobFilter())
+    RunDir.create(Path(job.run_dir), job.train_config).log_path.write_text(("a line of the log, " * 5 + "\n") * 5_000)
+    assert store.move(job, JobStatus.CANCELLED)
+    command = [sys.executable, "-m", "ray_app.cli.main", "jobs", "logs", job.id, "--follow"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        assert process.stderr
+        assert process.stdout.readline().startswith("a line of the log")
+        process.stdout.close()  # as `head -1` does
+        assert process.stderr.read() == ""
 
 
 def test_a_failed_job_is_watched_to_its_end_and_shows_its_own_error(store: SqlStore, config_file: Path) -> None:
@@ -185,6 +376,13 @@ def test_data_check_reports_every_fault_with_its_line(home: Path, tmp_path: Path
     assert "bad.jsonl:3" in result.output
 
 
+def test_a_plan_says_its_tokens_once() -> None:
+    output = polythink("plan", "gpt-oss-20b").output
+    assert len(re.findall("^tokens ", output, re.M)) == 1
+    assert re.search(r"throughput +[\d,]+ tokens/s for each worker\n", output)
+    assert re.search(r"disk +[1-9]\d* MiB\n", polythink("plan", "tiny").output)
+
+
 def test_a_plan_says_what_a_preset_needs_and_where_it_fits() -> None:
     result = polythink("plan", "gpt-oss-20b")
     assert result.exit_code == 0, result.output
@@ -198,7 +396,7 @@ def test_a_merge_says_in_words_what_it_did(random_base: Path, tmp_path: Path) ->
     adapter = make_adapter(random_base, tmp_path / "adapter")
     result = polythink("merge", str(random_base), str(adapter), str(tmp_path / "out"))
     assert result.exit_code == 0, result.output
-    assert re.search(r"size +[\d.]+ GB\n", result.output)
+    assert re.search(r"size +0\.[1-9]\d MB\n", result.output)
     assert re.search(
         r"update of attention and other weights +\d+\.\d% kept, [\d.]+% of it rounded off\n", result.output
     )
@@ -216,7 +414,52 @@ def test_keys_are_shown_once_and_kept_as_hashes(home: Path) -> None:
     kept = (home / "api_keys").read_text()
     assert kept.startswith("admin:")
     assert key not in kept
+    assert f"with the fingerprint {kept[6:18]}." in result.stderr
     assert polythink("keys", "add", "root").exit_code == 2
+
+
+def test_keys_are_listed_by_fingerprint_and_removed_one_by_one(home: Path) -> None:
+    path = home / "api_keys"
+    assert "no API keys" in polythink("keys", "list").stderr
+    keys = [polythink("keys", "add", role).stdout.strip() for role in ("admin", "user")]
+    admin, user = path.read_text().splitlines()
+    path.write_text(f"# Ann's\r\n{admin}\n\n# Ben's: admin:1\n  {user}  ")
+    path.chmod(0o640)
+    shown = polythink("keys", "list")
+    assert shown.stdout.splitlines() == [f"{admin[6:18]}  admin", f"{user[5:17]}  user"]
+    assert not any(key in shown.output for key in keys)
+
+    for wrong in ("", "admin", admin[6:17], "0" * 12, keys[0]):
+        refused = polythink("keys", "remove", wrong)
+        assert refused.exit_code == 2
+        assert "has the fingerprint" in refused.stderr
+    removed = polythink("keys", "remove", user[5:17])
+    assert removed.exit_code == 0, removed.output
+    assert path.read_bytes() == f"# Ann's\r\n{admin}\n\n# Ben's: admin:1\n".encode()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+    assert polythink("keys", "remove", admin[6:]).exit_code == 0  # the whole hash names it as well
+    assert "no API keys" in polythink("keys", "list").stderr
+    assert [entry.name for entry in home.iterdir()] == ["api_keys"]
+
+
+def test_a_faulty_file_of_keys_is_left_as_it_is(home: Path) -> None:
+    text = f"admin:{'0' * 64}\nroot:{'1' * 64}\n"
+    (home / "api_keys").write_text(text)
+    for arguments in (("list",), ("remove", "0" * 12)):
+        result = polythink("keys", *arguments)
+        assert result.exit_code == 2
+        assert "line 2: not of the form role:sha256" in " ".join(result.stderr.split())
+    assert (home / "api_keys").read_text() == text
+
+
+def test_an_answer_is_shown_as_it_was_written() -> None:
+    language = {"requested": "German", "detected": "German", "matches": True}
+    answer = {"reasoning": "[red] :smile:", "answer": "so :+1: [/]", "reasoning_language": language, "model": "a/b",
+              "usage": {"completion_tokens": 3}, "finish_reason": "stop", "warnings": []}  # fmt: skip
+    with console.console.capture() as shown:
+        console.console.print(console.generation_panels(answer))
+    assert "[red] :smile:" in shown.get()
+    assert "so :+1: [/]" in shown.get()
 
 
 def test_progress_reads_as_one_line() -> None:
@@ -233,8 +476,8 @@ def test_a_job_takes_one_line_of_the_table_however_much_it_says() -> None:
          "status_reason": "", "created_at": "2026-01-02T03:04:05"}
         for i in range(12)
     ]  # fmt: skip
-    output = console.SafeConsole(file=io.StringIO(), width=80)
-    output.print(console.job_table(jobs))
+    output = console.SafeConsole(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
+    console.show_jobs(jobs, output)
     lines = output.file.getvalue().splitlines()
     assert len(lines) == 1 + len(jobs)
     assert all(job["id"] in line and "2026-01-02 03:04:05" in line for job, line in zip(jobs, lines[1:], strict=True))

@@ -46,6 +46,7 @@ def test_migrate_writes_a_file_that_loads_but_over_none(script: Path, tmp_path: 
     ("arguments", "message"),
     [
         (["train"], "is not module:function"),
+        ([":train"], "is not module:function"),
         (["nowhere.py:train"], "cannot import"),
         (["no_such_module:train"], "cannot import no_such_module"),
         (["json:nothing"], "json has no function 'nothing'"),

@@ -23,10 +23,20 @@ from ray_app.cluster import lifecycle as cluster
 from ray_app.cluster import state as cluster_state
 from ray_app.cluster.processes import Process, ServiceError
 from ray_app.cluster.state import LOOPBACK, Cluster, Ports
+from training.errors import ConfigError
 
 FAMILY = """
 import subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+
+LISTENING_FAMILY = """
+import subprocess, sys, time
+code = "import socket, sys, time; held = socket.create_server(('127.0.0.1', int(sys.argv[1]))); print('up', flush=True); time.sleep(600)"
+child = subprocess.Popen([sys.executable, "-c", code, sys.argv[1]], stdout=subprocess.PIPE)
+child.stdout.readline() or sys.exit("the port is taken")
 print(child.pid, flush=True)
 time.sleep(600)
 """
@@ -53,7 +63,7 @@ def taken_port() -> Iterator[int]:
 @pytest.fixture
 def somebodys_dashboard() -> Iterator[tuple[int, dict[str, Any]]]:
     """The dashboard of a Ray that was there before `up`: its port, and what it says of Serve."""
-    serve: dict[str, Any] = {"applications": {}}
+    serve: dict[str, Any] = {"applications": {}, "http_options": {"host": LOOPBACK, "port": 1234}, "deployed": []}
 
     class Answers(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -61,6 +71,11 @@ def somebodys_dashboard() -> Iterator[tuple[int, dict[str, Any]]]:
             self.send_response(200)
             self.end_headers()
             self.wfile.write(json.dumps(answer).encode())
+
+        def do_PUT(self) -> None:
+            serve["deployed"].append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(200)
+            self.end_headers()
 
         def log_message(self, *_: Any) -> None:
             pass
@@ -99,6 +114,50 @@ def test_the_children_of_one_that_was_killed_are_ended_too(sleeper: Process, rea
     assert child.is_running()
     processes.stop(sleeper, patience_s=5)
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_part_is_started_on_the_port_that_its_dead_predecessors_children_hold(home: Path, tmp_path: Path) -> None:
+    """It died after `up` had looked for leftovers."""
+    [port] = processes.free_ports(1)
+    command = [sys.executable, "-c", LISTENING_FAMILY, str(port)]
+    running = Cluster()
+    cluster._run(running, "mlflow", command, dict(os.environ), tmp_path)
+    first = running.processes["mlflow"]
+    try:
+        child = child_of(first)
+        os.kill(first.pid, signal.SIGKILL)
+        cluster._run(running, "mlflow", command, dict(os.environ), tmp_path)
+        assert child_of(running.processes["mlflow"]).is_running()
+        assert not child.is_running()
+        assert cluster_state.load() == running
+    finally:
+        processes.stop(running.processes["mlflow"], patience_s=5)
+        processes.stop(first, patience_s=5)
+
+
+def test_one_that_ended_by_itself_leaves_no_zombie(tmp_path: Path) -> None:
+    process = processes.spawn("brief", [sys.executable, "-c", ""], os.environ, tmp_path, tmp_path / "brief.log")
+    deadline = time.monotonic() + 20
+    while process.alive:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert process.entry() is not None
+    processes.stop(process, patience_s=5)
+    assert process.entry() is None
+
+
+def test_a_program_that_ends_before_what_it_started_says_nothing(tmp_path: Path) -> None:
+    code = (
+        "import os, sys; from pathlib import Path; from ray_app.cluster.processes import spawn\n"
+        "command = [sys.executable, '-c', 'import time; time.sleep(600)']\n"
+        "print(spawn('long', command, os.environ, Path.cwd(), Path('long.log')).model_dump_json())"
+    )
+    command = [sys.executable, "-W", "default::ResourceWarning", "-c", code]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60, check=True)
+    process = Process.model_validate_json(ended.stdout)
+    assert process.alive
+    processes.stop(process, patience_s=5)
+    assert ended.stderr == ""
 
 
 def test_a_stubborn_process_is_killed(tmp_path: Path) -> None:
@@ -211,11 +270,57 @@ def test_up_on_somebodys_ray_and_mlflow_knows_itself_again(
     assert not cluster.is_up(running.model_copy(update={"ports": Ports(dashboard_port=9)}))  # it is gone
 
 
+@pytest.mark.parametrize("answers", [False, True])
+def test_up_knows_what_runs_on_somebodys_ray_after_its_state_file_was_lost(
+    home: Path, somebodys_dashboard: tuple[int, dict[str, Any]], monkeypatch: pytest.MonkeyPatch, answers: bool
+) -> None:
+    """The API is on the port that it was given once, and an MLflow that ended is started where replicas look for it."""
+    port, serve = somebodys_dashboard
+    started = Cluster(ports=Ports(port=1234, dashboard_port=port, mlflow_port=4321), owns_ray=False)
+    [ours, *_] = deploy.serve_config(started, {})["applications"]
+    serve["applications"] = {"polythink": {"deployed_app_config": ours, "status": "RUNNING"}}
+    monkeypatch.setattr(cluster, "answers", lambda url: answers)
+    monkeypatch.setattr(cluster, "_start", lambda found, *_: found.save())  # Ray Serve would have to answer
+    found = cluster.up(Ports(dashboard_port=port))
+    assert (found.url, found.mlflow_url, found.owns_ray) == ("http://127.0.0.1:1234", "http://127.0.0.1:4321", False)
+    assert found.tracking_uri == ("http://127.0.0.1:4321" if answers else None)
+    assert cluster_state.load() == found
+    assert cluster.down()
+    assert [app["name"] for app in serve["deployed"][0]["applications"]] == []
+
+
+def test_up_beside_another_homes_polythink_is_refused(
+    home: Path, somebodys_dashboard: tuple[int, dict[str, Any]]
+) -> None:
+    port, serve = somebodys_dashboard
+    variables = {"POLYTHINK_HOME": "/another", "MLFLOW_TRACKING_URI": "http://127.0.0.1:5000"}
+    serve["applications"] = {"polythink": {"deployed_app_config": {"runtime_env": {"env_vars": variables}}}}
+    with pytest.raises(ServiceError, match="runs a Polythink that this POLYTHINK_HOME knows nothing of") as raised:
+        cluster.up(Ports(dashboard_port=port))
+    assert "--dashboard-port" in raised.value.hint
+    assert cluster_state.load() is None
+
+
+def test_down_leaves_another_homes_polythink_on_somebodys_ray(
+    home: Path, somebodys_dashboard: tuple[int, dict[str, Any]]
+) -> None:
+    """Ours was there until that Ray was started anew."""
+    port, serve = somebodys_dashboard
+    Cluster(ports=Ports(port=1234, dashboard_port=port), owns_ray=False, tracking_uri="http://127.0.0.1:9").save()
+    variables = {"POLYTHINK_HOME": "/another"}
+    serve["applications"] = {"polythink": {"deployed_app_config": {"runtime_env": {"env_vars": variables}}}}
+    assert cluster.down()
+    assert serve["deployed"] == []
+
+
 def test_serving_others_needs_keys_and_an_address(home: Path) -> None:
     ports = Ports(port=0, mlflow_port=0, dashboard_port=0, ray_port=0)
     with pytest.raises(ServiceError, match="no API keys") as raised:
         cluster.up(ports, host="127.0.0.2")
     assert "polythink keys add" in raised.value.hint
+    (home / "api_keys").write_text("# none yet\n")
+    with pytest.raises(ConfigError, match="holds no API key"):
+        cluster.up(ports, host="127.0.0.2")
     with pytest.raises(ServiceError, match="nothing that other machines can call"):
         cluster.up(ports, host="0.0.0.0")
     assert cluster_state.load() is None
@@ -240,13 +345,52 @@ def test_a_head_that_dies_while_up_looks_at_it_is_started_again(
     monkeypatch.setattr(cluster, "_start_head", lambda *_: started.append(1))
     cluster.up(Ports())
     assert (len(deployed), len(started)) == (2, 1)
-    assert not sleeper.alive
+
+
+def test_a_head_waits_for_the_nodes_that_have_lost_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    head = f"{LOOPBACK}:{processes.free_ports(1)[0]}"
+    words = ["/ray/raylet/raylet", "-c", "import time; time.sleep(600)", f"--gcs-address={head}"]
+    said: list[str] = []
+    cluster._outwait_nodes(head, said.append)
+    assert said == []
+    with subprocess.Popen(words, executable=sys.executable) as node:
+        ends = threading.Timer(1, node.kill)
+        try:
+            assert processes.nodes_of(head) == [node.pid]
+            assert processes.nodes_of(head[:-1]) == []
+            monkeypatch.setattr(cluster, "HEADLESS_S", 0.2)
+            with pytest.raises(ServiceError, match=rf"the Ray node with pid {node.pid} .* head at {head}") as raised:
+                cluster._outwait_nodes(head, said.append)
+            assert "--ray-port" in raised.value.hint
+            monkeypatch.undo()
+            ends.start()
+            cluster._outwait_nodes(head, said.append)
+            assert said[-1] == f"waiting up to 75 s for Ray nodes that have lost their head at {head}"
+            assert node.wait(0) == -signal.SIGKILL
+        finally:
+            ends.cancel()
+            node.kill()
 
 
 def test_joining_needs_the_heads_token(home: Path) -> None:
     with pytest.raises(ServiceError, match="there is no token") as raised:
         cluster.join("127.0.0.1:6379")
     assert "ray_token" in raised.value.hint
+
+
+def test_a_node_is_known_by_its_heads_address_with_and_without_the_port(home: Path, sleeper: Process) -> None:
+    running = Cluster(host="127.0.0.1", joined="127.0.0.1:6379", processes={"ray": sleeper})
+    running.save()
+    assert cluster.join("127.0.0.1") == running
+    with pytest.raises(ServiceError, match=r"already up: 127\.0\.0\.1:6379"):
+        cluster.join("127.0.0.1:6380")
+
+
+@pytest.mark.parametrize("head", ["nowhere.invalid", "127.0.0.1:port", "127.0.0.1:70000"])
+def test_joining_needs_the_address_of_a_head(home: Path, head: str) -> None:
+    parts.make_token()
+    with pytest.raises(ServiceError, match="is no address of a head"):
+        cluster.join(head)
 
 
 def test_joining_ends_what_a_killed_ray_start_left(home: Path, sleeper: Process) -> None:

@@ -560,6 +560,19 @@ def test_a_log_that_ray_has_lost_keeps_no_job_from_ending(bench: Bench, config: 
     assert bench.run_dir(job_id).log_path.read_text() == "so far\n"
 
 
+def test_the_end_of_a_log_is_kept_of_a_driver_that_outlived_its_head(bench: Bench, config: TrainConfig) -> None:
+    job_id = bench.submit(config)
+    bench.step()
+    bench.ray.log = "so far\n"
+    bench.step()
+    del bench.ray.table[job_id]  # a new head knows nothing of it
+    bench.ray.log += "the end\n"
+    bench.run_dir(job_id).write_result(Phase.SUCCEEDED, model="/m")
+    bench.step()
+    assert bench.job(job_id).status is JobStatus.SUCCEEDED
+    assert bench.run_dir(job_id).log_path.read_text() == "so far\nthe end\n"
+
+
 def test_a_log_that_cannot_be_copied_holds_up_neither_cancel_nor_end(bench: Bench, config: TrainConfig) -> None:
     job_id = bench.submit(config)
     bench.step()

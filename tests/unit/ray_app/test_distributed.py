@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -164,6 +165,15 @@ def test_a_worker_that_exits_does_not_end_the_callers_program() -> None:
     assert isinstance(outcome.error, TrainingError)
     assert outcome.error.message == "rank 1 left by sys.exit('no data')"
     assert "in leave" in outcome.trace
+
+
+def test_an_error_made_from_an_object_comes_back_as_itself() -> None:
+    class Refused(RuntimeError):
+        def __init__(self, answer: SimpleNamespace):
+            super().__init__(f"status {answer.status}")
+
+    error = pickle.loads(_packed(Outcome(1, error=Refused(SimpleNamespace(status=503))))).error
+    assert (type(error).__name__, str(error)) == ("Refused", "status 503")
 
 
 def test_an_error_with_arguments_of_its_own_comes_back_as_itself() -> None:

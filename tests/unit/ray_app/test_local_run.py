@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -43,3 +44,15 @@ def test_a_driver_that_does_not_stop_in_time_is_killed_with_its_children(monkeyp
         with contextlib.suppress(ProcessLookupError):  # nothing is left, as it should be
             os.killpg(child.pid, signal.SIGKILL)
         child.communicate()
+
+
+def test_sigterm_ends_the_driver_as_well(home: Path) -> None:
+    command = [sys.executable, "-m", "ray_app.cli.main", "train", "tiny"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        deadline = time.monotonic() + 60
+        while not (drivers := psutil.Process(process.pid).children()):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.terminate()
+        assert process.wait(60) == 128 + signal.SIGTERM
+        assert not is_alive(drivers[0])
