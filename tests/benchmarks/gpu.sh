@@ -10,7 +10,8 @@ cd "$(dirname "$0")/../.."
 out=$1; shift; mkdir -p "$out"
 python=${PYTHON:-python3}
 export HF_HUB_OFFLINE=1 RAY_USAGE_STATS_ENABLED=0 DO_NOT_TRACK=1 TORCHINDUCTOR_CACHE_DIR="${TORCHINDUCTOR_CACHE_DIR:-/tmp/polythink-inductor}"
-timeout --kill-after=5 200 "$python" -m pytest -m gpu tests/gpu -q -W default --disable-warnings --durations=10 2>&1 | tee "$out/tests.txt"
+workers=$("$python" -c 'import xdist' 2>/dev/null && echo "-n 7")  # mostly compiling: 120 s instead of more than 200
+timeout --kill-after=5 200 "$python" -m pytest -m gpu tests/gpu $workers -q -W default --disable-warnings --durations=10 2>&1 | tee "$out/tests.txt"
 timeout --kill-after=5 330 "$python" -m tests.benchmarks.training --direct --no-disk --profile --limit-s 280 --out "$out/training.json" \
   --recipes "notebooks" "ours, none" "ours, full" "ours, selective" "ours, none, packed rows" "stock best" "ours, full, experts too" \
   "$@" 2>&1 | tee "$out/training.txt"

@@ -21,18 +21,17 @@ LOSS_TOKENS = 1024  # whose logits exist at a time: training.model.loss.CHUNK_TO
 OPTIMIZER_BYTES = 8  # AdamW's two moments, fp32
 ADAPTER_BYTES = 8  # fp32 weight and gradient
 
-# Step time at 20b: 8 rows in 0.854 s, 16 in 1.627 s, so 0.081 s for dequantising the experts and 47 µs a token; 120b agrees with
-# both constants to 2 %. Without recompute: 8 rows in 0.624 s. bf16 weights: 4 rows in 0.798 s, 8 in 1.507 s.
-S_PER_EXPERT_GIB = 0.081 / 35.6
+# Step time at 20b. Without recompute: 16 rows in 1.065 s, of which 0.033 s dequantise the experts twice; with full recompute, which
+# dequantises three times: 16 rows in 1.40 s; selective: 8 rows in 0.634 s (tests/benchmarks/training/h200-*.json). 120b with full
+# recompute, 8 rows in 1.314 s, agrees to 6 %. bf16 weights, from a prototype: 4 rows in 0.798 s, 8 in 1.507 s.
+S_PER_EXPERT_GIB = {"mxfp4": 0.049 / 35.6, "bf16": 0.081 / 35.6}
+"""Of a pass that computes everything twice: dequantising three times, or reading what is dense."""
 S_PER_TOKEN_AND_PARAMETER = {
-    ("mxfp4", "full"): 1.31e-14,
-    (
-        "mxfp4",
-        "selective",
-    ): 1.09e-14,  # attention's share of what full computes again: 3.5 of 9.6 ms a layer; an estimate
-    ("mxfp4", "none"): 0.96e-14,
+    ("mxfp4", "full"): 1.13e-14,
+    ("mxfp4", "selective"): 0.99e-14,
+    ("mxfp4", "none"): 0.87e-14,
     ("bf16", "full"): 2.4e-14,
-    ("bf16", "none"): 1.8e-14,  # by the same ratio; not measured
+    ("bf16", "none"): 1.8e-14,  # an estimate
 }
 S_EAGER_PER_TOKEN_AND_PARAMETER = 3.4e-13  # the notebooks' eager attention and loop over experts: 816 tokens/s
 FSDP2_RATE = 0.92  # of DDP's, 120b on two GPUs; 20b: 0.99
@@ -114,10 +113,12 @@ def gpu_memory(
     return {name: size / GIB for name, size in parts.items()}
 
 
-def _activations(sizes: Sizes, weights: str, recompute: str, expert_adapters: bool) -> tuple[int, int]:
+def _activations(sizes: Sizes, weights: str, recompute: str, expert_adapters: bool) -> tuple[float, float]:
     """Values per token that a layer holds until its backward, and that the backward of one layer needs besides."""
     k, hidden, inner = sizes.experts_per_token, sizes.hidden, sizes.intermediate
-    attention = 3 * hidden + 6 * sizes.queries  # fitted: 67 KB a token and layer of the 62.6 GiB without recompute
+    attention = (
+        3 * hidden + 3.5 * sizes.queries
+    )  # fitted: 46 KB a token and layer, from 8 and 16 rows without recompute
     gate_up = 2 * k * inner
     # transformers' grouped_mm also keeps the experts' input rows, their activation and their output
     experts = gate_up if weights == "mxfp4" else k * (2 * hidden + 3 * inner)
@@ -135,7 +136,7 @@ def step_s(sizes: Sizes, *, tokens: float, weights: str, recompute: str, eager: 
     if eager:
         return tokens * sizes.active_parameters * S_EAGER_PER_TOKEN_AND_PARAMETER / compute_rate
     experts_gib = sizes.layers * sizes.expert_weights * BF16 / GIB
-    fixed = experts_gib * S_PER_EXPERT_GIB * (1 if recompute == "full" else 2 / 3)
+    fixed = experts_gib * S_PER_EXPERT_GIB[weights] * (1 if recompute == "full" else 2 / 3)
     per_token = sizes.active_parameters * S_PER_TOKEN_AND_PARAMETER[weights, recompute]
     return (fixed + tokens * per_token) / compute_rate
 

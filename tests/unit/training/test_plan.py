@@ -34,24 +34,37 @@ def test_sizes_of_a_local_checkpoint_are_its_bytes(random_base: Path) -> None:
     assert sizes.disk_bytes == index["metadata"]["total_size"]
 
 
+OUR_PEAKS_GIB = [
+    (SMALL, 16, "full", 21.9),
+    (SMALL, 8, "selective", 34.0),
+    (SMALL, 8, "none", 47.7),
+    (SMALL, 16, "none", 81.3),
+    (LARGE, 8, "full", 69.9),
+]
+"""In tests/benchmarks/training/h200-*.json."""
+
+
+@pytest.mark.parametrize(("sizes", "rows", "recompute", "measured_gib"), OUR_PEAKS_GIB)
+def test_memory_is_what_was_measured(sizes: Sizes, rows: int, recompute: str, measured_gib: float) -> None:
+    adapter = sizes.adapter_parameters(8, experts=False)
+    parts = gpu_memory(sizes, tokens=rows * ROW, weights="mxfp4", recompute=recompute, adapter_parameters=adapter)
+    assert sum(parts.values()) == pytest.approx(measured_gib, rel=0.05)
+
+
 @pytest.mark.parametrize(
     ("sizes", "settings", "measured_gib"),
     [
-        (SMALL, {"tokens": 8 * ROW, "weights": "mxfp4", "recompute": "full"}, 23.3),
-        (SMALL, {"tokens": 16 * ROW, "weights": "mxfp4", "recompute": "full"}, 25.9),
         (SMALL, {"tokens": 65_536, "weights": "mxfp4", "recompute": "full"}, 33.6),
-        (SMALL, {"tokens": 8 * ROW, "weights": "mxfp4", "recompute": "none"}, 62.6),
         (SMALL, {"tokens": ROW, "weights": "bf16", "recompute": "full", "loss_tokens": ROW, "eager_length": ROW}, 44.0),
         (SMALL, {"tokens": 4 * ROW, "weights": "bf16", "recompute": "full", "loss_tokens": 4 * ROW}, 58.7),
         (SMALL, {"tokens": 8 * ROW, "weights": "bf16", "recompute": "full", "loss_tokens": 8 * ROW}, 78.3),
-        (LARGE, {"tokens": 8 * ROW, "weights": "mxfp4", "recompute": "full"}, 72.3),
         # FSDP2 was measured with a loss over the logits of each row's last 1,024 tokens.
         (SMALL, {"tokens": 8 * ROW, "weights": "mxfp4", "recompute": "full", "shards": 2, "loss_tokens": 8192}, 38.8),
         (LARGE, {"tokens": 8 * ROW, "weights": "mxfp4", "recompute": "full", "shards": 2, "loss_tokens": 8192}, 63.8),
     ],
 )
-def test_memory_is_what_was_measured(sizes: Sizes, settings: dict[str, object], measured_gib: float) -> None:
-    """All with TRL's loss: 15 bytes a logit, of 3,000 tokens where it was chunked."""
+def test_memory_of_a_prototype(sizes: Sizes, settings: dict[str, object], measured_gib: float) -> None:
+    """With TRL's loss: 15 bytes a logit, of 3,000 tokens where it was chunked."""
     settings = {"loss_tokens": 3000, "bytes_per_logit": 15} | settings
     total = sum(gpu_memory(sizes, adapter_parameters=sizes.adapter_parameters(8, experts=False), **settings).values())
     assert total == pytest.approx(measured_gib, rel=0.15)
@@ -60,10 +73,11 @@ def test_memory_is_what_was_measured(sizes: Sizes, settings: dict[str, object], 
 @pytest.mark.parametrize(
     ("sizes", "rows", "weights", "recompute", "eager", "measured"),
     [
-        (SMALL, 8, "mxfp4", "full", False, 19_180),
-        (SMALL, 16, "mxfp4", "full", False, 20_139),
-        (SMALL, 8, "mxfp4", "none", False, 26_267),
-        (LARGE, 8, "mxfp4", "full", False, 10_439),
+        (SMALL, 16, "mxfp4", "full", False, 23_449),
+        (SMALL, 8, "mxfp4", "selective", False, 25_856),
+        (SMALL, 8, "mxfp4", "none", False, 28_909),
+        (SMALL, 16, "mxfp4", "none", False, 30_764),
+        (LARGE, 8, "mxfp4", "full", False, 12_466),
         (SMALL, 4, "bf16", "full", False, 10_259),
         (SMALL, 8, "bf16", "full", False, 10_872),
         (SMALL, 1, "bf16", "full", True, 816),
@@ -74,7 +88,7 @@ def test_speed_is_what_was_measured(
 ) -> None:
     tokens = rows * ROW
     seconds = step_s(sizes, tokens=tokens, weights=weights, recompute=recompute, eager=eager, compute_rate=1.0)
-    assert tokens / seconds == pytest.approx(measured, rel=0.05)
+    assert tokens / seconds == pytest.approx(measured, rel=0.07)
 
 
 @pytest.mark.parametrize(("preset", "steps"), [("gpt-oss-20b", 60), ("gpt-oss-120b", 30), ("gpt-oss-120b-16gpu", 30)])
