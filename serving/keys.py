@@ -2,6 +2,7 @@
 
 import hashlib
 import hmac
+import logging
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from fastapi import Request
 
 from serving.errors import AuthError, RequestError
 from training.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 KEY_PREFIX = "pt-"
 
@@ -52,10 +55,12 @@ class StoredKey:
 
 
 class KeyRing:
-    """The keys of one file."""
+    """The keys of one file, as it is now: a key that is taken away must not open anything any more."""
 
-    def __init__(self, keys: Sequence[StoredKey]):
+    def __init__(self, keys: Sequence[StoredKey], path: Path | None = None):
         self._keys = list(keys)
+        self._path = path
+        self._seen = _version(path)
 
     @classmethod
     def read(cls, path: Path) -> "KeyRing":
@@ -64,21 +69,25 @@ class KeyRing:
         Raises:
             ConfigError: the file cannot be read, holds no key, or a line is not of the form.
         """
-        try:
-            lines = path.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot read the API keys in {path}: {error}", field="api_keys_file") from None
-        keys = [
-            _parse(line.strip(), f"{path}, line {number}")
-            for number, line in enumerate(lines, start=1)
-            if line.strip() and not line.lstrip().startswith("#")
-        ]
+        keys = _keys_in(path)
         if not keys:
             raise ConfigError(f"{path} holds no API key", hint="polythink keys add makes one.", field="api_keys_file")
-        return cls(keys)
+        return cls(keys, path)
+
+    def _refresh(self) -> None:
+        """Reads a file that has changed again; one that is faulty or gone by now changes nothing."""
+        version = _version(self._path)
+        if self._path is None or version is None or version == self._seen:
+            return
+        self._seen = version
+        try:
+            self._keys = _keys_in(self._path)
+        except ConfigError as error:
+            log.error("the API keys stay as they were: %s", error)
 
     def role_of(self, key: str) -> Role | None:
         """The role of `key`, or None when it is unknown. Takes the same time whichever key matches."""
+        self._refresh()
         digest = key_digest(key)
         role = None
         for stored in self._keys:
@@ -98,6 +107,27 @@ class KeyRing:
             raise AuthError("no valid API key", hint="Send the header Authorization: Bearer KEY.")
         if role is not Role.ADMIN and (request.method, request.url.path) not in USER_ROUTES:
             raise ForbiddenError(f"{request.method} {request.url.path} needs an {Role.ADMIN} key; this one is {role}")
+
+
+def _version(path: Path | None) -> tuple[int, ...] | None:
+    """What changes when the file at `path` does; None when there is none."""
+    try:
+        status = path.stat() if path else None
+    except OSError:
+        return None
+    return (status.st_ino, status.st_size, status.st_mtime_ns) if status else None
+
+
+def _keys_in(path: Path) -> list[StoredKey]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the API keys in {path}: {error}", field="api_keys_file") from None
+    return [
+        _parse(line.strip(), f"{path}, line {number}")
+        for number, line in enumerate(lines, start=1)
+        if line.strip() and not line.lstrip().startswith("#")
+    ]
 
 
 def key_digest(key: str) -> str:

@@ -28,7 +28,6 @@ def add(role: Annotated[str, typer.Argument(help="admin (everything) or user (ge
     key = add_key(keys_path(), Role(role))
     _tell(f"Added to {keys_path()} with the fingerprint {_fingerprint(key_digest(key))}.")
     _tell("Send it as `Authorization: Bearer KEY`, or set POLYTHINK_API_KEY.")
-    _tell_of_restart()
     print(key)
 
 
@@ -59,7 +58,6 @@ def remove(fingerprint: Annotated[str, typer.Argument(help="As `keys list` shows
         )
     _replace(keys_path(), "".join(kept))
     console.print(f"Removed {fingerprint}.")
-    _tell_of_restart()
 
 
 def _lines(path: Path) -> list[str]:
@@ -113,7 +111,3 @@ def _replace(path: Path, text: str) -> None:
 def _tell(text: str) -> None:
     """On standard error: standard output holds keys alone."""
     errors.print(f"[dim]{text}[/]", soft_wrap=True)
-
-
-def _tell_of_restart() -> None:
-    _tell("A running service reads the keys when it starts: `polythink down`, then `up`.")

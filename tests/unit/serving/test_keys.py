@@ -32,6 +32,23 @@ def test_a_key_goes_on_a_line_of_its_own(tmp_path):
     assert KeyRing.read(path).role_of(user) is Role.USER
 
 
+def test_a_running_service_knows_what_the_file_holds_now(tmp_path, caplog):
+    path = tmp_path / "keys"
+    first = add_key(path, Role.ADMIN)
+    ring = KeyRing.read(path)
+    second = add_key(path, Role.USER)
+    assert (ring.role_of(first), ring.role_of(second)) == (Role.ADMIN, Role.USER)
+    path.write_text(f"user:{key_digest(second)}\n")
+    assert (ring.role_of(first), ring.role_of(second)) == (None, Role.USER)
+    path.write_text("user:123\n")  # an editor's half-written file
+    assert ring.role_of(second) is Role.USER
+    assert "line 1" in caplog.text
+    path.unlink()
+    assert ring.role_of(second) is Role.USER
+    path.write_text("# nobody\n")
+    assert ring.role_of(second) is None
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
