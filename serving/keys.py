@@ -57,10 +57,10 @@ class StoredKey:
 class KeyRing:
     """The keys of one file, as it is now: a key that is taken away must not open anything any more."""
 
-    def __init__(self, keys: Sequence[StoredKey], path: Path | None = None):
+    def __init__(self, keys: Sequence[StoredKey], path: Path | None = None, seen: tuple[int, ...] | None = None):
         self._keys = list(keys)
         self._path = path
-        self._seen = _version(path)
+        self._seen = seen
 
     @classmethod
     def read(cls, path: Path) -> "KeyRing":
@@ -69,10 +69,11 @@ class KeyRing:
         Raises:
             ConfigError: the file cannot be read, holds no key, or a line is not of the form.
         """
+        seen = _version(path)  # before the keys: what changes meanwhile is read again
         keys = _keys_in(path)
         if not keys:
             raise ConfigError(f"{path} holds no API key", hint="polythink keys add makes one.", field="api_keys_file")
-        return cls(keys, path)
+        return cls(keys, path, seen)
 
     def _refresh(self) -> None:
         """Reads a file that has changed again; one that is faulty or gone by now changes nothing."""

@@ -81,7 +81,7 @@ class PathPolicy:
         if self._is_services_own(field, resolved):
             raise RequestError(
                 f"{field}={path!r} is where the service keeps its own and other users' files",
-                hint="Name your upload as file:ID, or put rows into another directory."
+                hint="Name your upload as file:ID, or put rows outside of POLYTHINK_HOME, into a directory of POLYTHINK_DATA_ROOTS."
                 if field.startswith("data.")
                 else "Leave it out to take the service's MLflow.",
                 field=field,

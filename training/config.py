@@ -142,7 +142,7 @@ class OptimConfig(Section):
     warmup_ratio: float = Field(default=0.03, ge=0, lt=1)
     """Share of the steps in which the rate rises from 0."""
     weight_decay: float = Field(default=0.0, ge=0, le=10)
-    max_grad_norm: float = Field(default=1.0, gt=0, le=10**6)
+    max_grad_norm: float = Field(default=1.0, gt=0, le=10**9)
     epochs: float = Field(default=1.0, gt=0, le=10**4)
     max_steps: Steps | None = None
     """Optimizer steps; None trains `epochs` passes."""
@@ -202,7 +202,7 @@ class ScalingConfig(Section):
 
 
 class CheckpointConfig(Section):
-    every_steps: Steps = 50
+    every_steps: int = Field(default=50, ge=1, le=10**9)
     keep: int = Field(default=2, ge=1, le=1000)
     """Newest checkpoints that are not deleted."""
 

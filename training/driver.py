@@ -123,7 +123,7 @@ def _run(config: TrainConfig, run_dir: RunDir, tracking: Any) -> dict[str, Any]:
 
     model_dir = tracking.model_dir
     merged = _merge(config, run_dir, base, model_dir)
-    proof = _prove(config, base, run_dir, model_dir, held_out or train, renderer)
+    proof = _prove(config, base, run_dir, model_dir, [*held_out, *train], renderer)
 
     evaluation = None if not_evaluated else _evaluate(config, run_dir, base, model_dir, held_out)
     registration = _register(config, run_dir, tracking, model_dir, merged, evaluation)

@@ -222,7 +222,10 @@ def _length_multiple(config: TrainConfig) -> int:
 
 
 class _EpochLoader(DataLoader):
-    """Tells its batch sampler the epoch, as transformers' Trainer expects of a loader, and `on_wait` the seconds each batch took."""
+    """Tells its batch sampler the epoch, as transformers' Trainer expects of a loader, and `on_wait` the seconds training
+    waited for each batch, which is read while the one before is trained on.
+
+    Not so for the rest of an epoch after a resume within it: accelerate skips batches with a loader of its own."""
 
     def __init__(self, *args: Any, on_wait: Callable[[float], None], **options: Any):
         super().__init__(*args, **options)

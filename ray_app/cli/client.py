@@ -83,7 +83,7 @@ class Service:
                 with httpx.stream("GET", self.url + path, headers=headers, **request) as response:
                     if not response.is_success:
                         response.read()
-                        if response.status_code < 500 or time.monotonic() > give_up:
+                        if _is_ours(response) or time.monotonic() > give_up:
                             raise _error(response)
                         time.sleep(1)
                         continue
@@ -147,6 +147,14 @@ def _is_http(url: str) -> bool:
     try:
         return httpx.URL(url).scheme in {"http", "https"}
     except httpx.InvalidURL:
+        return False
+
+
+def _is_ours(response: httpx.Response) -> bool:
+    """Whether the service itself refused. Until its application is there again, Serve's proxy answers 404 in its own words."""
+    try:
+        return response.status_code < 500 and "error" in response.json()
+    except ValueError:
         return False
 
 

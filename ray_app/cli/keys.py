@@ -93,6 +93,7 @@ def _fingerprint(digest: str) -> str:
 
 def _replace(path: Path, text: str) -> None:
     """Puts `text` in the file's place, whole or not at all, under its owner and rights."""
+    path = path.resolve()  # of a link, what it leads to is replaced
     before = path.stat()
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:

@@ -33,7 +33,8 @@ def run(source: str, overrides: list[str], verbose: bool = False) -> dict[str, A
     run_dir = open_or_create(source, overrides)
     console.print(f"[dim]{run_dir.root}[/]", soft_wrap=True)
     before = run_dir.result()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # by way of `finally`, as Ctrl-C
+    early: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: early.append(number))  # until there is a driver to stop
     with run_dir.log_path.open("ab") as log:
         child = subprocess.Popen(
             [sys.executable, "-m", "training", str(run_dir.root)],
@@ -44,11 +45,18 @@ def run(source: str, overrides: list[str], verbose: bool = False) -> dict[str, A
             start_new_session=True,  # so that Ctrl-C reaches it once, from here
         )
         try:
+            signal.signal(signal.SIGTERM, _leave)  # by way of `finally`, as Ctrl-C
+            if early:
+                _leave(*early)
             _wait(child, run_dir, verbose)
         finally:
             if child.poll() is None:
                 _end(child)
     return _result(run_dir, child.returncode, before)
+
+
+def _leave(number: int, *_: Any) -> None:
+    sys.exit(128 + number)
 
 
 def _environment() -> dict[str, str]:

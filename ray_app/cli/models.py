@@ -140,7 +140,7 @@ def _show_facts(facts: dict[str, Any]) -> None:
 
 
 def _quantity(name: str, value: Any) -> str:
-    """`value` in the unit that the end of its name says, smaller ones in thousandths of it."""
+    """`value` in the unit that the end of its name says, small ones in the next smaller."""
     if name.endswith("_bytes"):
         return f"{value / 1e9:,.2f} GB" if value >= 1e9 else f"{value / 1e6:,.2f} MB"
     if name.endswith("_gib"):

@@ -63,7 +63,7 @@ def log_events(path: Path, is_over: Callable[[], bool], offset: int = 0) -> Iter
         over = is_over()  # asked first: what is written before the end is read after it
         text, offset = read_from(path, offset)
         if text:
-            yield sse("log", text.removesuffix("\n"), offset)
+            yield sse("log", text.removesuffix("\n").removesuffix("\r"), offset)
         elif over:
             yield sse("end", {"offset": offset})
             return

@@ -9,7 +9,7 @@ import json
 import logging
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -55,7 +55,9 @@ class RunMirror:
     def restore(self) -> None:
         """Brings back a run that went on elsewhere, or whose directory here is gone."""
         if self._is_ahead():
-            self.copy.pull(*self._inputs, self.run_dir.adapter, *self.checkpoints(), *self._small)
+            self.copy.pull(*self._inputs, self.run_dir.adapter)
+            self._pull_checkpoints(self.checkpoints())
+            self.copy.pull(*self._small)  # last: it says that all is here
             logger.info("Restored %s from %s", self.run_dir.root, self.url)
 
     def push_inputs(self, probe: Path) -> None:
@@ -99,9 +101,22 @@ class RunMirror:
         return True
 
     def bring_checkpoints(self, *wanted: Path) -> None:
-        """Brings those of `wanted`, or of all, that this node has not got."""
+        """Brings those of `wanted`, or of all, that this node has not got.
+
+        Raises:
+            StorageError: one of `wanted` is not there whole.
+        """
         with self._one_per_node():
-            self.copy.pull(*[path for path in wanted or self.checkpoints() if not path.exists()])
+            if wanted:
+                self.copy.pull(*[path for path in wanted if not path.exists()])
+            else:
+                self._pull_checkpoints([path for path in self.checkpoints() if not path.exists()])
+
+    def _pull_checkpoints(self, paths: Iterable[Path]) -> None:
+        """Each for itself: one that is damaged, or deleted meanwhile, leaves the others to go on from."""
+        for path in paths:
+            with _only_warning(f"{path.name} cannot be used"):
+                self.copy.pull(path)
 
     def push_checkpoint(self, checkpoint: Path) -> None:
         """A whole checkpoint; those that are kept no more go. A failure is for the next one to mend."""

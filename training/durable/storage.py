@@ -54,7 +54,7 @@ class Mirror:
         """Puts copies in the place of `paths`, whole: a part of a file or directory is never seen. What is not there is left.
 
         Raises:
-            StorageError: a directory there lacks some of what its marker names.
+            StorageError: a directory there lacks some of what its marker names, or changes while it is read.
         """
         for path in paths:
             beside = path.with_name(f".{path.name}.pulled-{os.getpid()}-{threading.get_ident()}")
@@ -71,12 +71,18 @@ class Mirror:
                 # more than was counted is there where a file was added to while it was pushed
                 if not self._fetch(path / name, beside / name) or (beside / name).stat().st_size < size:
                     shutil.rmtree(beside)
-                    raise StorageError(
-                        f"{self.url}: {(path / name).relative_to(self.local)} is not there whole",
-                        hint="Another process may be replacing or deleting it; try again.",
-                    )
+                    raise self._changing(path / name)
+            if self.read(path / MARKER) != marker:
+                shutil.rmtree(beside)
+                raise self._changing(path)
             shutil.rmtree(path, ignore_errors=True)
             beside.rename(path)
+
+    def _changing(self, path: Path) -> StorageError:
+        return StorageError(
+            f"{self.url}: {path.relative_to(self.local)} is not there whole",
+            hint="Another process may be replacing or deleting it; try again.",
+        )
 
     def read(self, path: Path) -> bytes | None:
         """A file's content there; None when it is not there."""

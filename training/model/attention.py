@@ -24,7 +24,7 @@ at 8 rows of 2,048 tokens. Backward of a full layer 2.7 ms, with torch 2.11's ow
 _tiles: dict[str, dict[str, int]] = {}
 
 _OTHERS = ("softcap", "position_bias")
-"""What some models ask of attention besides a mask and sinks."""
+"""What some models ask of attention besides a mask and sinks; what is not there is None."""
 
 
 def install_attention() -> None:
@@ -60,7 +60,7 @@ def attend(
     """
     heads = query.shape[1]
     powers_of_two = heads & (heads - 1) == 0  # what flex's grouped heads need; transformers repeats the others' keys
-    asks_more = any(others.get(name) is not None for name in _OTHERS)
+    asks_more = others.get("dropout") or any(others.get(name) is not None for name in _OTHERS)
     if not isinstance(attention_mask, BlockMask) or asks_more or not powers_of_two:
         return flex_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, s_aux=s_aux, **others

@@ -275,7 +275,7 @@ def test_a_stream_goes_on_where_it_broke_once_the_service_is_back(monkeypatch: p
     class Stream(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             seen.append(self.headers.get("Last-Event-ID"))
-            self.send_response(503 if len(seen) == 2 else 200)
+            self.send_response(404 if len(seen) == 2 else 200)  # of a proxy that knows no application yet
             self.end_headers()
             if len(seen) != 2:
                 event = "log" if len(seen) == 1 else "end"
@@ -284,17 +284,21 @@ def test_a_stream_goes_on_where_it_broke_once_the_service_is_back(monkeypatch: p
         def log_message(self, *_: object) -> None:
             pass
 
-    def serve(requests: int) -> None:
-        with HTTPServer(("127.0.0.1", port), Stream) as server:
+    def serve(server: HTTPServer, requests: int) -> None:
+        with server:
             for _ in range(requests):
                 server.handle_request()
 
-    first = threading.Thread(target=serve, args=(1,))
+    def serve_again() -> None:
+        serve(HTTPServer(("127.0.0.1", port), Stream), 2)
+
+    first = threading.Thread(target=serve, args=(HTTPServer(("127.0.0.1", port), Stream), 1), daemon=True)
     first.start()
     events = Service(f"http://127.0.0.1:{port}").events("/stream")
     assert next(events) == ("log", "x")
     first.join()
-    second = threading.Timer(1.5, serve, args=(2,))  # nothing listens for a while
+    second = threading.Timer(1.5, serve_again)  # nothing listens for a while
+    second.daemon = True
     second.start()
     assert list(events) == [("end", "x")]
     second.join()

@@ -45,7 +45,7 @@ def test_a_running_service_knows_what_the_file_holds_now(tmp_path, caplog):
     assert "line 1" in caplog.text
     path.unlink()
     assert ring.role_of(second) is Role.USER
-    path.write_text("# nobody\n")
+    path.write_text("# nobody is left\n")
     assert ring.role_of(second) is None
 
 

@@ -64,11 +64,13 @@ def test_mlflow_is_asked_no_more_often_than_said(
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", given or "")
     if given is None:
         monkeypatch.delenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "")  # so that it is put back
+    monkeypatch.delenv("MLFLOW_HTTP_REQUEST_TIMEOUT")
     start_tracking(CONFIG, run_dir).end("FINISHED")
     assert os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] == retries
     assert "MLFLOW_HTTP_REQUEST_TIMEOUT" not in os.environ
     limit_patience(3)
-    assert os.environ.pop("MLFLOW_HTTP_REQUEST_TIMEOUT") == "3"
+    assert os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] == "3"
 
 
 def test_one_that_stays_away_is_an_error(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

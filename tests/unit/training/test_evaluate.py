@@ -2,7 +2,6 @@
 
 import json
 import random
-import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -110,13 +109,14 @@ class TestPromptSets:
         assert [question.text for question in read] == ["Was?", "Wer?", "What is the capital of France?"]
         assert [question.answer for question in read] == ["7", None, None]
 
-    def test_a_prompt_that_leaves_no_room_is_left_out_unread(self, random_base, caplog):
+    def test_a_prompt_that_leaves_no_room_is_left_out_unread(self, random_base, caplog, monkeypatch):
         renderer = Renderer(AutoTokenizer.from_pretrained(random_base))
         records = [ROWS[0], ROWS[1] | {"user": "Why? " * 1_000_000}, ROWS[2] | {"user": "Why? " * 300}]
         rows = parse_rows((f"rows.jsonl:{number}", record) for number, record in enumerate(records, start=1))
-        begin = time.process_time()
+        render, rendered = Renderer.prompt_ids, []
+        monkeypatch.setattr(Renderer, "prompt_ids", lambda *a, **k: rendered.append(a[1]) or render(*a, **k))
         kept = answerable(rows, renderer, context=1000, max_new_tokens=100)
-        assert time.process_time() - begin < 1, "rendering it takes ten"
+        assert len(rendered) == 1, "rendering the longest takes ten seconds"
         assert kept == rows[:1]
         assert "rows.jsonl:2, rows.jsonl:3" in caplog.text
         assert answerable(rows[:1], renderer, context=None, max_new_tokens=100) == rows[:1]
