@@ -141,6 +141,6 @@ class EngineContract:
         await asyncio.sleep(0.05)
         closable_engine.close()
         with pytest.raises(EngineError):
-            await asyncio.wait_for(task, timeout=5)
+            await asyncio.wait_for(task, timeout=30)
         with pytest.raises(EngineError):
             await collect(closable_engine, PROMPTS[0])

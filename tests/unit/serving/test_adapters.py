@@ -104,7 +104,7 @@ async def test_who_leaves_while_an_adapter_is_read_leaves_no_place_taken(random_
     with pytest.raises(asyncio.CancelledError):
         await leaving
     go_on.set()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not bank._slots or any(bank._users):
             await asyncio.sleep(0.01)
     assert await scored(engine, adapters[1]), "the one place is free again"
