@@ -54,6 +54,8 @@ def up(
 ) -> Cluster:
     """Ray, MLflow and the Serve application, running; starts what is missing of them.
 
+    Ports, host and MLflow that are left out are those of the service that runs, or that ended without `down`.
+
     Args:
         ports: what to listen on.
         host: address of this machine for the API and for Ray's nodes; anything but loopback needs API keys.
@@ -73,7 +75,7 @@ def up(
             _require_same(cluster, ports, host)
             _start(cluster, num_cpus, report)
             return cluster
-        cluster = Cluster(host=host, ports=ports.resolved(), tracking_uri=tracking_uri)
+        cluster = _as_before(cluster, ports, host, tracking_uri)
         if cluster.is_open:
             _require_keys(cluster.host)
             make_token()
@@ -140,6 +142,18 @@ def is_up(cluster: Cluster) -> bool:
     if cluster.owns_ray or cluster.any_alive:
         return cluster.any_alive
     return _serves_this_home(cluster)
+
+
+def _as_before(ended: Cluster | None, ports: Ports, host: str, tracking_uri: str | None) -> Cluster:
+    """A service as it is asked for; what is left out is as in one that `ended` without `down`, as with its machine."""
+    if ended is None or ended.joined:
+        return Cluster(host=host, ports=ports.resolved(), tracking_uri=tracking_uri)
+    left_out = [name for name, default in Ports() if getattr(ports, name) == default]
+    return Cluster(
+        host=ended.host if host == LOOPBACK else host,
+        ports=ports.model_copy(update=ended.ports.model_dump(include=set(left_out))).resolved(),
+        tracking_uri=tracking_uri or ended.tracking_uri,
+    )
 
 
 def _serves_this_home(cluster: Cluster) -> bool:

@@ -127,7 +127,8 @@ def _wait(processes: Sequence[psutil.Process], timeout_s: float) -> list[psutil.
 def nodes_of(head: str) -> list[int]:
     """Pids of the Ray nodes on this machine, whoever started them, whose head's address is `head` (`IP:PORT`)."""
     commands = {process.pid: process.info["cmdline"] or [""] for process in psutil.process_iter(["cmdline"])}
-    return [pid for pid, words in commands.items() if Path(words[0]).name == "raylet" and f"--gcs-address={head}" in words]
+    raylets = {pid: words for pid, words in commands.items() if Path(words[0]).name == "raylet"}
+    return [pid for pid, words in raylets.items() if f"--gcs-address={head}" in words]
 
 
 def free_ports(count: int) -> list[int]:

@@ -161,6 +161,7 @@ class Dispatcher:
         elif driver_lives(RunDir(Path(job.run_dir))):
             self.store.note(job, status_reason="Ray has lost sight of its driver, which still runs")
         else:
+            self._copy_whole_log(job)
             self._finish(job, None)
 
     def _copy_whole_log(self, job: JobRecord) -> None:

@@ -3,11 +3,14 @@
 import os
 import shlex
 from dataclasses import dataclass
+from pathlib import Path
 
 import ray
+from ray.dashboard.modules.job.common import JOB_LOGS_PATH_TEMPLATE
 from ray.job_submission import JobDetails, JobSubmissionClient
 from ray.job_submission import JobStatus as RayStatus
 
+from ray_app.cluster.parts import ray_directory
 from ray_app.queue.admission import Cluster
 from training.durable.storage import VARIABLE as STORAGE
 
@@ -80,7 +83,19 @@ class RayJobs:
         self.client.delete_job(ray_job_id)
 
     def logs(self, ray_job_id: str) -> str:
-        return self.client.get_job_logs(ray_job_id)
+        """What the driver has printed, stdout and stderr.
+
+        Raises:
+            RuntimeError: Ray does not know the job, and no session of our own Ray on this machine has left its log.
+        """
+        try:
+            return self.client.get_job_logs(ray_job_id)
+        except RuntimeError:  # a head that was started again knows no jobs of its predecessor's, whose files are there
+            name = JOB_LOGS_PATH_TEMPLATE.format(submission_id=ray_job_id)
+            logs = [session / "logs" / name for session in ray_directory().glob("session_2*")]
+            if left := next(filter(Path.exists, logs), None):
+                return left.read_text(encoding="utf-8", errors="replace")
+            raise
 
     def cluster(self) -> Cluster:
         nodes = tuple(node["Resources"] for node in ray.nodes() if node["Alive"])

@@ -217,8 +217,8 @@ def strike(fault: Fault, service: Service, job_id: str) -> int:
     for process in victims:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
+    psutil.wait_procs(victims, timeout=30)  # a node that is only about to end would pass for one that is there
     if fault.what in NEEDS_UP:
-        psutil.wait_procs(victims, timeout=30)
         time.sleep(AWAY_S.get(fault.what, 0))
         service.cluster = cluster.up(Ports())
     if service.node and not service.node.alive:

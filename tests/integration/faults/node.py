@@ -27,7 +27,8 @@ def main(address: str, directory: str) -> None:
     )
     node = Node(params, head=False, shutdown_at_exit=True, spawn_reaper=False)
     print(f"node {node.node_id} is up", flush=True)
-    signal.sigwait({signal.SIGTERM})
+    while not node.dead_processes() and not signal.sigtimedwait({signal.SIGTERM}, 1):
+        pass  # as `ray start --block` does: a node that has lost its head ends
 
 
 if __name__ == "__main__":

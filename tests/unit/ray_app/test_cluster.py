@@ -251,6 +251,24 @@ def test_a_second_up_may_not_contradict_the_first(home: Path, sleeper: Process) 
         cluster.join("192.0.2.1")
 
 
+def test_up_after_everything_was_killed_takes_the_ports_of_before(home: Path, taken_port: int) -> None:
+    Cluster(ports=Ports(port=taken_port)).save()
+    with pytest.raises(ServiceError, match=f"port {taken_port} is taken") as raised:
+        cluster.up(Ports())
+    assert "--port" in raised.value.hint
+
+
+def test_what_a_later_up_leaves_out_is_as_before() -> None:
+    ended = Cluster(host="127.0.0.2", ports=Ports(port=1, mlflow_port=2, ray_port=3), tracking_uri="http://a")
+    assert cluster._as_before(ended, Ports(), LOOPBACK, None) == ended
+    asked = cluster._as_before(ended, Ports(port=4, mlflow_port=0), "127.0.0.3", "http://b")
+    assert (asked.host, asked.tracking_uri) == ("127.0.0.3", "http://b")
+    assert asked.ports == Ports(port=4, mlflow_port=asked.ports.mlflow_port, ray_port=3)
+    assert asked.ports.mlflow_port > 4
+    node = Cluster(host="127.0.0.2", joined="127.0.0.2:6379")
+    assert cluster._as_before(node, Ports(), LOOPBACK, None) == Cluster()
+
+
 def test_up_on_somebodys_ray_and_mlflow_knows_itself_again(
     home: Path, somebodys_dashboard: tuple[int, dict[str, Any]]
 ) -> None:
