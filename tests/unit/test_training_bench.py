@@ -53,7 +53,6 @@ def test_the_profile_covers_an_expert_layer() -> None:
 def test_the_script_is_a_script() -> None:
     script = Path(__file__).parents[1] / "benchmarks" / "gpu.sh"
     assert subprocess.run(["bash", "-n", script], check=False).returncode == 0
-    recipes = script.read_text().rsplit("--recipes", 1)[1].split("\\")[0]
-    names = recipes.split('"')[1::2]
+    names = script.read_text().split("recipes=(", 1)[1].split(")", 1)[0].split('"')[1::2]
     assert names
     assert set(names) <= set(RECIPES)

@@ -87,11 +87,11 @@ def test_a_run_whose_config_could_not_be_logged_gets_it_from_the_next_attempt(ru
 
     from mlflow import MlflowClient
 
-    monkeypatch.setattr(MlflowClient, "log_dict", refuse)
-    for _ in range(2):  # the second finds the first one's run
-        with pytest.raises(StorageError, match="does not take the run's config"):
-            Tracking.start(make_config(), run_dir)
-    monkeypatch.undo()
+    with monkeypatch.context() as patched:
+        patched.setattr(MlflowClient, "log_dict", refuse)
+        for _ in range(2):  # the second finds the first one's run
+            with pytest.raises(StorageError, match="does not take the run's config"):
+                Tracking.start(make_config(), run_dir)
     tracking = Tracking.start(make_config(), run_dir)
     assert [item.path for item in tracking.client.list_artifacts(tracking.run_id)] == ["config.json"]
     run = tracking.client.get_run(tracking.run_id)
