@@ -178,8 +178,10 @@ def _unrecorded(ports: Ports) -> Cluster | None:
     cluster = Cluster(ports=ports.resolved(), owns_ray=False)
     if not ports.dashboard_port or not _serves_this_home(cluster):
         return None
+    uri = _deployed_variables(cluster).get("MLFLOW_TRACKING_URI")
+    if uri is None:  # no `up` put it there
+        return None
     cluster.ports.port = dashboard_of(cluster).serve()["http_options"]["port"]
-    uri = _deployed_variables(cluster)["MLFLOW_TRACKING_URI"]
     own = re.fullmatch(rf"http://{re.escape(LOOPBACK)}:(\d+)", uri)
     if own and not answers(f"{uri}/health"):
         cluster.ports.mlflow_port = int(own[1])
