@@ -68,15 +68,16 @@ def test_one_two_one_workers(cluster: Cluster, home: Path, tmp_path: Path, rando
 @pytest.mark.parametrize("cluster", [2], indirect=True)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_two_to_four_workers(cluster: Cluster, home: Path, tmp_path: Path, random_base: Path, strategy: str) -> None:
-    job = elastic_job(tmp_path, random_base, strategy, (2, 4), 150)
+    total = 400  # a step takes 0.1 s on a quiet machine, and Ray half a minute to see a new node
+    job = elastic_job(tmp_path, random_base, strategy, (2, 4), total)
     with driving(home, job, address=cluster.address, module=COUNTING) as driver:
         driver.wait_for_step(5)
         assert workers(driver) == 2
         cluster.add_node(num_cpus=2, **MEMORY)
         wait_for_workers(driver, 4)
         assert driver.wait(900) == 0, driver.text()
-    assert len(steps(driver)) - 150 <= 2, "a resize saves first: what is done twice began before the workers ended"
-    assert_nothing_lost(driver.run_dir, 150)
+    assert len(steps(driver)) - total <= 2, "a resize saves first: what is done twice began before the workers ended"
+    assert_nothing_lost(driver.run_dir, total)
     assert_equals_one_worker(driver.run_dir, random_base, tmp_path)
 
 
