@@ -287,13 +287,14 @@ class TrainConfig(Section):
     """What is computed in: `auto` is bf16 on CUDA and fp32 on CPU."""
     attention: Literal["auto", "eager", "flex_attention"] = "auto"
     """`auto` is flex_attention on CUDA (sinks and sliding window, block-sparse) and eager on CPU."""
-    experts: Literal["auto", "grouped_mm", "eager"] = "auto"
-    """How dequantised experts are multiplied: `auto` is grouped_mm on CUDA and the loop over experts (eager) on CPU."""
+    experts: Literal["auto", "frozen", "grouped_mm", "eager"] = "auto"
+    """What multiplies gpt-oss's experts where they are dequantised: `frozen` (`auto` on CUDA) is the layer that packed ones have,
+    without gradients of weights; `grouped_mm` and the loop over experts, `eager` (`auto` on CPU), are transformers'."""
     compile: Literal["auto"] | bool = "auto"
     """Compile the decoder layers with torch.compile; `auto` does on CUDA. The first steps of each length take a minute."""
     recompute: Literal["auto", "full", "selective", "none"] = "auto"
     """Activation checkpointing of decoder layers: `full` keeps a layer's input and computes the layer again, `selective` also
-    keeps the packed experts' first product, `none` keeps everything; `auto` is the fastest that fits `scaling.accelerator_type`, full where that is not
+    keeps the first product of packed or frozen experts, `none` keeps everything; `auto` is the fastest that fits `scaling.accelerator_type`, full where that is not
     known, and none on CPU."""
 
     @model_validator(mode="after")
@@ -303,15 +304,21 @@ class TrainConfig(Section):
             raise ValueError(
                 "attention=flex_attention needs scaling.device=cuda: torch has no attention sinks in flex on CPU"
             )
-        if self.recompute == "selective" and self.weights == "bf16":
+        if self.recompute == "selective" and self.weights == "bf16" and self._resolved_experts != "frozen":
             raise ValueError(
-                "recompute=selective with weights=bf16: it keeps what packed experts computed; set recompute=full or weights=mxfp4"
+                f"recompute=selective with weights=bf16 and experts={self._resolved_experts}: it keeps what packed or frozen experts "
+                "computed; set recompute=full, weights=mxfp4 or experts=frozen"
             )
         if on_cpu and self.scaling.accelerator_type:
             raise ValueError(
                 f"scaling.accelerator_type={self.scaling.accelerator_type!r} with scaling.device=cpu: leave it out"
             )
         return self
+
+    @property
+    def _resolved_experts(self) -> str:
+        on_device = "frozen" if self.scaling.device == "cuda" else "eager"
+        return on_device if self.experts == "auto" else self.experts
 
     def resolved(self) -> "TrainConfig":
         """This configuration with every "auto" and "today" replaced by what will run. Idempotent.
@@ -323,7 +330,7 @@ class TrainConfig(Section):
         choices: dict[str, Any] = {
             "weights": "mxfp4" if cuda else "bf16",
             "merge_format": "bf16" if self.lora.targets == "attention+experts" else "original",
-            "experts": "grouped_mm" if cuda else "eager",
+            "experts": self._resolved_experts,
             "compile": cuda,
             "precision": "bf16" if cuda else "fp32",
             "attention": "flex_attention" if cuda else "eager",

@@ -148,7 +148,7 @@ def pick_recompute(config: TrainConfig) -> Literal["full", "selective", "none"]:
     if sizes is None or not sizes_gib:
         return "full"
     ways: list[Literal["none", "selective"]] = ["none", "selective"]
-    for way in ways[: 2 if config.weights == "mxfp4" and sizes.packed else 1]:
+    for way in ways[: 1 if _weights(config, sizes) == "bf16" else 2]:
         needed = sum(_parts(_changed(config, {"recompute": way}), sizes).values())
         if needed * (1 + AUTO_MARGIN) <= min(sizes_gib):
             return way
@@ -266,7 +266,7 @@ def _parts(config: TrainConfig, sizes: Sizes) -> dict[str, float]:
     parts = gpu_memory(
         sizes,
         tokens=config.optim.per_device_batch_size * config.data.max_length,
-        weights=config.weights if sizes.packed else "bf16",
+        weights=_weights(config, sizes),
         recompute=config.recompute,
         shards=min(config.scaling.worker_range[0], GPUS_PER_NODE) if config.scaling.strategy == "fsdp2" else 1,
         value_bytes=4 if config.precision == "fp32" else BF16,
@@ -275,6 +275,13 @@ def _parts(config: TrainConfig, sizes: Sizes) -> dict[str, float]:
         eager_length=config.data.max_length if eager else 0,
     )
     return parts | {"slack": SLACK * sum(parts.values()), "context": CONTEXT_GIB}
+
+
+def _weights(config: TrainConfig, sizes: Sizes) -> str:
+    """The experts' in the costs' words. What is stored in bf16 is taken for values that MXFP4 does not have."""
+    if config.weights == "mxfp4" and sizes.packed:
+        return "mxfp4"
+    return "frozen" if config.experts == "frozen" and sizes.gpt_oss else "bf16"
 
 
 def _advice(config: TrainConfig, sizes: Sizes, gpu_gib: float) -> list[str]:
@@ -320,7 +327,7 @@ def _times(config: TrainConfig, sizes: Sizes, steps: int | None, mean_tokens: fl
             (rate for name, (_, rate) in GPUS.items() if name.startswith(scaling.accelerator_type or "H200")), 1.0
         )
         pass_s = step_s(
-            sizes, tokens=tokens, weights=config.weights if sizes.packed else "bf16", recompute=config.recompute,
+            sizes, tokens=tokens, weights=_weights(config, sizes), recompute=config.recompute,
             eager=config.attention == "eager", compute_rate=rate,
         )  # fmt: skip
     else:

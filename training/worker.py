@@ -22,7 +22,7 @@ from training.durable.preemption import AnswerRequests
 from training.durable.run_mirror import RunMirror
 from training.errors import StorageError
 from training.model.base import on_this_node
-from training.model.experts import PackedExperts
+from training.model.experts import FrozenExperts
 from training.model.load import decoder_layers
 from training.model.lora import attach, load_adapter, save_adapter
 from training.model.recompute import recompute_of
@@ -193,18 +193,18 @@ def _compiled_for_gradients(forward: Callable[..., Any]) -> Callable[..., Any]:
 def effective(config: TrainConfig, model: PreTrainedModel, trainer: Trainer) -> dict[str, Any]:
     """What really runs, read off the objects rather than off the configuration."""
     first = next(model.parameters())
-    packed = any(isinstance(module, PackedExperts) for module in model.modules())
+    held = next((module.held for module in model.modules() if isinstance(module, FrozenExperts)), None)
     recompute = recompute_of(model)
-    if recompute == "selective" and not packed:  # a checkpoint that could not be packed: nothing is kept
+    if recompute == "selective" and held is None:  # transformers' experts: nothing is kept
         recompute = "full"
     return {
         "workers": trainer.world_size,
         "strategy": "fsdp2" if isinstance(first, DTensor) else "ddp",
         "shards": first.device_mesh.size() if isinstance(first, DTensor) else 1,
-        "weights": "mxfp4" if packed else "bf16",
+        "weights": "mxfp4" if held == "packed" else "bf16",
         "precision": str(next(p.dtype for p in model.parameters() if p.is_floating_point())).removeprefix("torch."),
         "attention": model.config._attn_implementation,
-        "experts": "packed" if packed else model.config._experts_implementation,
+        "experts": held or model.config._experts_implementation,
         "compile": config.compile,
         "recompute": recompute,
         "packing": config.data.packing,

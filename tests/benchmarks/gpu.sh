@@ -9,7 +9,7 @@ cd "$(dirname "$0")/../.."
 out=$1; shift; mkdir -p "$out"
 python=${PYTHON:-python3}
 export HF_HUB_OFFLINE=1 RAY_USAGE_STATS_ENABLED=0 DO_NOT_TRACK=1 TORCHINDUCTOR_CACHE_DIR="${TORCHINDUCTOR_CACHE_DIR:-/tmp/polythink-inductor}"
-recipes=("notebooks" "ours, none" "ours, full" "ours, selective" "ours, none, packed rows" "ours, full, experts too" "stock best")
+recipes=("notebooks" "ours, none" "ours, full" "ours, selective" "ours, none, packed rows" "ours, none, bf16 experts" "ours, full, experts too" "stock best")
 bench=("$python" -m tests.benchmarks.training --direct --no-disk)
 
 # Compiling takes most of both, and only CPUs: two layers of each recipe fill the compile cache while the tests run.

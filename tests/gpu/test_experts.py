@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from tests.gpu.shapes import DEVICE, SIZES, error, marks, poison, random_experts, routed
-from training.model.experts import WEIGHTS, LowRank, PackedExperts
+from training.model.experts import WEIGHTS, DenseExperts, LowRank, PackedExperts
 from training.model.kernels import _activate, unpack
 
 pytestmark = marks
@@ -87,6 +87,26 @@ def test_adapters(tokens: int, only: int | None, r: int) -> None:
             used = torch.zeros(SIZES.num_local_experts, dtype=torch.bool, device=DEVICE)
             used[indices.unique()] = True
             assert not half.grad[~used].any()
+
+
+@pytest.mark.parametrize(("tokens", "only"), CASES)
+def test_dense_weights_do_as_packed_ones(tokens: int, only: int | None) -> None:
+    packed = random_experts()
+    with torch.device(DEVICE):
+        dense_ones = DenseExperts(SIZES)
+    for name in WEIGHTS:
+        getattr(dense_ones, name).data.copy_(packed.weight(name, torch.bfloat16).mT)
+        getattr(dense_ones, f"{name}_bias").data.copy_(getattr(packed, f"{name}_bias"))
+    hidden, indices, weights = routed(tokens, only)
+    grad = torch.randn_like(hidden)
+    found = []
+    for experts in (packed, dense_ones):
+        inputs = hidden.clone().requires_grad_(), weights.clone().requires_grad_()
+        poison()
+        output = experts(inputs[0], indices, inputs[1])
+        found.append([output.detach(), *torch.autograd.grad(output, inputs, grad)])
+    for one, other in zip(*found, strict=True):
+        assert error(other, one.double()) < 1e-2
 
 
 def test_dequantiser_is_exact() -> None:

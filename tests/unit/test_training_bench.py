@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.benchmarks.training.attention_candidates import compare
 from tests.benchmarks.training.kernels import profile, profile_table
 from tests.benchmarks.training.recipes import RECIPES, Recipe, configuration
 from tests.benchmarks.training.report import plot, table, with_ratios
@@ -48,6 +49,12 @@ def test_the_profile_covers_an_expert_layer() -> None:
     assert all(line["ms"] > 0 for line in lines)
     assert {"layer, forward and backward", "candidate A: dequantise, grouped_mm"} <= {line["part"] for line in lines}
     assert len(profile_table(lines).splitlines()) == len(lines) + 1
+
+
+def test_a_kernel_without_sinks_is_given_some() -> None:
+    lines = compare(1, 160, "cpu", ("eager",))
+    assert {line["layer"] for line in lines} == {"full", "sliding"}
+    assert all(line["right"] for line in lines)
 
 
 def test_the_script_is_a_script() -> None:

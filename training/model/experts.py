@@ -1,8 +1,8 @@
-"""gpt-oss's experts kept in MXFP4 while the adapters train.
+"""gpt-oss's experts while the adapters train: kept in MXFP4, or dense.
 
-The base is frozen, so an expert layer needs no weight gradient: forward and backward each dequantise a weight into a scratch
-tensor, multiply, and drop it. Between them autograd holds the rows before the activation (`gate_up`), and nothing else of size:
-the routing weights' gradient is `<W2ᵀ dy, activated>`, which the backward has at hand, instead of `<dy, output>`.
+The base is frozen, so an expert layer needs no weight gradient: forward and backward each take a weight as it is, or dequantise it
+into a scratch tensor, multiply, and drop that. Between them autograd holds the rows before the activation (`gate_up`), and nothing
+else of size: the routing weights' gradient is `<W2ᵀ dy, activated>`, which the backward has at hand, instead of `<dy, output>`.
 
 The layer is two autograd functions. All that the backward needs is known once `gate_up` is, so the first one saves it and the
 second one computes the rest: a checkpointed layer, whose recomputation ends with the last saved tensor, leaves the rest out.
@@ -10,12 +10,22 @@ second one computes the rest: a checkpointed layer, whose recomputation ends wit
 Shapes: T tokens, k experts per token, N = T * k rows sorted by expert, E experts, H hidden, F intermediate, r rank.
 """
 
-from typing import Any, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 
-from training.model.kernels import activate, activate_backward, combine, gather, grouped_mm, grouped_outer, unpack
+from training.model import fused
+from training.model.kernels import (
+    activate,
+    activate_backward,
+    combine,
+    gather,
+    grouped_mm,
+    grouped_outer,
+    route,
+    unpack,
+)
 from training.model.mxfp4 import BLOCK
 from training.model.recompute import keep
 
@@ -50,6 +60,31 @@ class Frozen(NamedTuple):
         """The weight dequantised, `columns` being its `in`."""
         return unpack(self.blocks, self.scales, columns, dtype)
 
+    def product(self, x: Tensor, offsets: Tensor) -> Tensor:
+        """Each row of `x` `[N, in]` times its expert's weight: `[N, out]`."""
+        if fused.suits(x, len(offsets)):
+            return fused.fused_mm(x, self.blocks, self.scales, self.bias.shape[1], offsets)
+        return grouped_mm(x, self.dense(x.shape[1], x.dtype).mT, offsets)
+
+
+class Dense(NamedTuple):
+    """What `Frozen` is for a weight `[E, in, out]` that is not packed, with its bias `[E, out]`."""
+
+    weight: Tensor
+    bias: Tensor
+
+    def of(self, experts: Tensor) -> Self:
+        """The part of `experts` alone."""
+        return type(self)(*(part[experts] for part in self))
+
+    def dense(self, columns: int, dtype: torch.dtype) -> Tensor:
+        """The weight as `[E, out, in]`."""
+        return self.weight.mT.to(dtype)
+
+    def product(self, x: Tensor, offsets: Tensor) -> Tensor:
+        """Each row of `x` `[N, in]` times its expert's weight: `[N, out]`."""
+        return grouped_mm(x, self.weight.to(x.dtype), offsets)
+
 
 class Routing(NamedTuple):
     """Which row belongs to which token and expert."""
@@ -66,29 +101,17 @@ class Routing(NamedTuple):
     @classmethod
     def of(cls, indices: Tensor, experts: int) -> Self:
         """From the router's choice `[T, k]`."""
-        narrow = torch.uint8 if experts <= 256 else indices.dtype  # a radix sort takes a pass a byte
-        chosen, order = indices.flatten().to(narrow).sort(stable=True)
-        chosen = chosen.to(indices.dtype)
-        offsets = torch.searchsorted(chosen, torch.arange(1, experts + 1, device=chosen.device)).int()
-        place = torch.empty_like(order)
-        place[order] = torch.arange(len(order), device=order.device)
-        return cls(order, place, chosen, offsets)
+        return cls(*route(indices.flatten(), experts))
 
 
-class PackedExperts(nn.Module):
-    """Drop-in for transformers' `GptOssExperts`, holding blocks and scales instead of weights.
-
-    Blocks and scales are stored as bf16 views of their bytes: FSDP2 in torch 2.11 takes floating-point parameters only, and
-    an all-gather moves bytes as they are.
-    """
+class FrozenExperts(nn.Module):
+    """Drop-in for transformers' `GptOssExperts`, whose weights take no gradient; subclasses hold them."""
 
     is_transposed = True  # transformers' word for weights that count as [E, in, out]; PEFT lays adapters out by it
+    held: ClassVar[str]
+    """Its name in the record of what really runs."""
 
-    gate_up_proj_blocks: nn.Parameter
-    gate_up_proj_scales: nn.Parameter
     gate_up_proj_bias: nn.Parameter
-    down_proj_blocks: nn.Parameter
-    down_proj_scales: nn.Parameter
     down_proj_bias: nn.Parameter
 
     def __init__(self, config: Any):
@@ -98,11 +121,9 @@ class PackedExperts(nn.Module):
         self.intermediate_size: int = config.intermediate_size
         self.limit: float = getattr(config, "swiglu_limit", 7.0)
         for name in WEIGHTS:
-            experts, columns, rows = self.shape(name)
-            groups = rows * columns // BLOCK
-            self.register_parameter(f"{name}_blocks", _frozen(experts, groups * BLOCK // 4))
-            self.register_parameter(f"{name}_scales", _frozen(experts, groups // 2))
-            self.register_parameter(f"{name}_bias", _frozen(experts, rows))
+            for part, shape in self._parts(*self.shape(name)).items():
+                empty = torch.empty(*shape, dtype=torch.bfloat16)
+                self.register_parameter(f"{name}{part}", nn.Parameter(empty, requires_grad=False))
 
     def shape(self, name: str) -> tuple[int, int, int]:
         """`(E, in, out)` of `gate_up_proj` or `down_proj`."""
@@ -136,8 +157,8 @@ class PackedExperts(nn.Module):
             `[T, H]`.
         """
         up, down = self._frozen("gate_up_proj"), self._frozen("down_proj")
-        if not torch.is_grad_enabled() and router_indices.numel() < self.num_experts:
-            # Decoding: most experts have no row, and to unpack them would take most of the time.
+        if not hidden_states.is_cuda and not torch.is_grad_enabled() and router_indices.numel() < self.num_experts:
+            # Decoding: most experts have no row, and to unpack them would take most of the time. On CUDA `product` sees to it.
             used, router_indices = router_indices.unique(return_inverse=True)
             up, down = up.of(used), down.of(used)
             gate_up_proj, down_proj = gate_up_proj and gate_up_proj.of(used), down_proj and down_proj.of(used)
@@ -149,10 +170,51 @@ class PackedExperts(nn.Module):
         return _Output.apply(pledge, routing_weights, gate_up, router_indices, routing, up, down, down_proj, self.limit)
 
     def extra_repr(self) -> str:
-        return f"{self.num_experts} experts, {self.hidden_size} -> {self.intermediate_size}, MXFP4"
+        return f"{self.num_experts} experts, {self.hidden_size} -> {self.intermediate_size}, {self.held}"
+
+    def _parts(self, experts: int, columns: int, rows: int) -> dict[str, tuple[int, ...]]:
+        """Shapes of what is held of a weight of that `shape`, by what its name ends in."""
+        raise NotImplementedError
+
+    def _frozen(self, name: str) -> Frozen | Dense:
+        raise NotImplementedError
+
+
+class PackedExperts(FrozenExperts):
+    """Holds blocks and scales instead of weights.
+
+    They are stored as bf16 views of their bytes: FSDP2 in torch 2.11 takes floating-point parameters only, and an all-gather
+    moves bytes as they are.
+    """
+
+    held = "packed"
+
+    gate_up_proj_blocks: nn.Parameter
+    gate_up_proj_scales: nn.Parameter
+    down_proj_blocks: nn.Parameter
+    down_proj_scales: nn.Parameter
+
+    def _parts(self, experts: int, columns: int, rows: int) -> dict[str, tuple[int, ...]]:
+        groups = rows * columns // BLOCK
+        return {"_blocks": (experts, groups * BLOCK // 4), "_scales": (experts, groups // 2), "_bias": (experts, rows)}
 
     def _frozen(self, name: str) -> Frozen:
         return Frozen(*(getattr(self, f"{name}_{part}") for part in Frozen._fields))
+
+
+class DenseExperts(FrozenExperts):
+    """Holds weights as transformers does, `[E, in, out]`: nothing to dequantise, in 3.8 times the memory."""
+
+    held = "frozen"
+
+    gate_up_proj: nn.Parameter
+    down_proj: nn.Parameter
+
+    def _parts(self, experts: int, columns: int, rows: int) -> dict[str, tuple[int, ...]]:
+        return {"": (experts, columns, rows), "_bias": (experts, rows)}
+
+    def _frozen(self, name: str) -> Dense:
+        return Dense(getattr(self, name), getattr(self, f"{name}_bias"))
 
 
 def pack(stored: Tensor) -> Tensor:
@@ -178,11 +240,11 @@ class _Backward(torch.autograd.Function):
         down_b: Tensor | None,
         gate_up: Tensor,
         routing: Routing,
-        up: Frozen,
-        down: Frozen,
+        up: Frozen | Dense,
+        down: Frozen | Dense,
         limit: float,
     ) -> Tensor:
-        ctx.limit, ctx.done = limit, False
+        ctx.limit, ctx.kind, ctx.done = limit, type(up), False
         adapted = hidden if up_a is not None else None
         ctx.save_for_backward(adapted, weights, up_a, up_b, down_a, down_b, gate_up, *routing, *up, *down)
         return hidden.new_zeros(()).expand_as(hidden)
@@ -190,12 +252,11 @@ class _Backward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.done:
-            raise RuntimeError(
-                "a packed expert layer's backward ran twice; it runs once per forward, also with retain_graph"
-            )
+            raise RuntimeError("an expert layer's backward ran twice; it runs once per forward, also with retain_graph")
         ctx.done = True
         hidden, weights, up_a, up_b, down_a, down_b, gate_up, *rest = ctx.saved_tensors
-        routing, up, down = Routing(*rest[:4]), Frozen(*rest[4:7]), Frozen(*rest[7:])
+        routing, parts = Routing(*rest[:4]), rest[4:]
+        up, down = ctx.kind(*parts[: len(parts) // 2]), ctx.kind(*parts[len(parts) // 2 :])
         grad, k = gradients[0].contiguous(), weights.shape[1]
         row_weights = weights.flatten()[routing.order]
         rows = gather(grad, routing.order, k)  # the gradient of each row's output before it is weighted
@@ -236,8 +297,8 @@ class _Output(torch.autograd.Function):
         gate_up: Tensor,
         indices: Tensor,
         routing: Routing,
-        up: Frozen,
-        down: Frozen,
+        up: Frozen | Dense,
+        down: Frozen | Dense,
         adapter: LowRank | None,
         limit: float,
     ) -> Tensor:
@@ -251,15 +312,15 @@ class _Output(torch.autograd.Function):
         return gradients[0], None, None, None, None, None, None, None, None
 
 
-def _gate_up(hidden: Tensor, routing: Routing, up: Frozen, adapter: LowRank | None) -> Tensor:
+def _gate_up(hidden: Tensor, routing: Routing, up: Frozen | Dense, adapter: LowRank | None) -> Tensor:
     """`[N, 2F]` without the bias."""
     rows = gather(hidden, routing.order, len(routing.order) // len(hidden))
     return _product(rows, up, adapter, routing.offsets)
 
 
-def _product(x: Tensor, frozen: Frozen, adapter: LowRank | None, offsets: Tensor) -> Tensor:
+def _product(x: Tensor, frozen: Frozen | Dense, adapter: LowRank | None, offsets: Tensor) -> Tensor:
     """Each row times its expert's weight, with the adapter's addition: `[N, in]` → `[N, out]`."""
-    output = grouped_mm(x, frozen.dense(x.shape[1], x.dtype).mT, offsets)
+    output = frozen.product(x, offsets)
     if adapter is not None:
         output += grouped_mm(grouped_mm(x, adapter.a, offsets), adapter.b, offsets)
     return output
@@ -279,7 +340,3 @@ def _adapter_backward(
         scale = row_weights.unsqueeze(1).to(inner.dtype)
         inner, inner_grad = inner * scale, inner_grad * scale
     return grouped_outer(x, inner_grad, offsets), grouped_outer(inner, grad, offsets)
-
-
-def _frozen(*shape: int) -> nn.Parameter:
-    return nn.Parameter(torch.empty(*shape, dtype=torch.bfloat16), requires_grad=False)

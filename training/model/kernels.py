@@ -117,6 +117,38 @@ def activate_backward(
     return gate_up, weight_grad
 
 
+SORTED_AT_ONCE = 1024
+"""Rows that `route`'s kernel sorts, by comparing each with each."""
+
+
+def route(indices: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Sorts slots by expert, keeping their order within each.
+
+    Args:
+        indices: `[N]` expert of each slot.
+
+    Returns:
+        The slot of each row `[N]`, the row of each slot `[N]`, the expert of each row `[N]`, and where each expert's rows end `[E]`
+        int32.
+    """
+    count = len(indices)
+    if indices.is_cuda and count <= SORTED_AT_ONCE:  # one launch instead of a dozen, which decoding would wait for
+        order, place, chosen = (torch.empty_like(indices) for _ in range(3))
+        offsets = torch.empty(experts, dtype=torch.int32, device=indices.device)
+        rows, columns = max(16, triton.next_power_of_2(count)), triton.next_power_of_2(experts)
+        _route_kernel[(1,)](
+            indices, order, place, chosen, offsets, count, experts, ROWS=rows, EXPERTS=columns, CHUNK=16, num_warps=8
+        )
+        return order, place, chosen, offsets
+    narrow = torch.uint8 if experts <= 256 else indices.dtype  # a radix sort takes a pass a byte
+    chosen, order = indices.to(narrow).sort(stable=True)
+    chosen = chosen.to(indices.dtype)
+    offsets = torch.searchsorted(chosen, torch.arange(1, experts + 1, device=chosen.device)).int()
+    place = torch.empty_like(order)
+    place[order] = torch.arange(count, device=order.device)
+    return order, place, chosen, offsets
+
+
 def gather(x: Tensor, order: Tensor, k: int) -> Tensor:
     """`x[order // k]`: `[T, H]` → `[N, H]`."""
     if not x.is_cuda:
@@ -271,6 +303,27 @@ if triton is not None:
             d = tl.reshape(tl.join(d_gate, d_up), (2 * COLUMNS,))
             tl.store(output + row * 2 * width + pair, d.to(output.dtype.element_ty), mask=inside)
         tl.store(weight_grad + row, tl.sum(total, 0))
+
+    @triton.jit
+    def _route_kernel(
+        indices, order, place, chosen, offsets, count, experts,
+        ROWS: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr,
+    ):  # fmt: skip
+        slot = tl.arange(0, ROWS)
+        inside = slot < count
+        mine = tl.load(indices + slot, mask=inside, other=experts)
+        rank = tl.zeros((ROWS,), dtype=tl.int32)
+        for begin in range(0, ROWS, CHUNK):
+            others = begin + tl.arange(0, CHUNK)
+            theirs = tl.load(indices + others, mask=others < count, other=experts)[None, :]
+            first = (theirs < mine[:, None]) | ((theirs == mine[:, None]) & (others[None, :] < slot[:, None]))
+            rank += tl.sum(first.to(tl.int32), 1)
+        tl.store(place + slot, rank, mask=inside)
+        tl.store(order + rank, slot, mask=inside)
+        tl.store(chosen + rank, mine, mask=inside)
+        expert = tl.arange(0, EXPERTS)
+        ends = tl.sum((mine[:, None] <= expert[None, :]).to(tl.int32), 0)
+        tl.store(offsets + expert, ends, mask=expert < experts)
 
     @triton.jit
     def _gather_kernel(x, order, output, width, k, COLUMNS: tl.constexpr):

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from training.errors import ModelError
 from training.model.attention import install_attention
-from training.model.experts import PackedExperts
+from training.model.experts import DenseExperts, FrozenExperts, PackedExperts
 from training.model.weights import InexactError, WeightReader
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -24,7 +24,7 @@ def load(
     weights: Literal["mxfp4", "bf16"] = "bf16",
     precision: Literal["bf16", "fp32"] = "fp32",
     attention: Literal["eager", "flex_attention"] = "eager",
-    experts: Literal["grouped_mm", "eager"] | None = None,
+    experts: Literal["frozen", "grouped_mm", "eager"] | None = None,
     device: str = "cpu",
     mesh: DeviceMesh | None = None,
     progress: bool = False,
@@ -37,7 +37,7 @@ def load(
             dequantises them.
         precision: dtype of everything that is not packed.
         attention: backend; asserted, since transformers may swap it.
-        experts: backend of dequantised experts; None is what suits `device`.
+        experts: of dequantised experts, `frozen` is our layer, the others transformers'; None is the one of those that suits `device`.
         device: where the weights go.
         mesh: shards the base over this mesh (FSDP2); each rank reads its slices only.
         progress: show a bar over the tensors.
@@ -56,8 +56,8 @@ def load(
     if config.model_type == "gpt_oss":
         # On CPU the loop over experts is 5 to 30 times faster than grouped_mm at 32 experts; on CUDA it is the other way.
         experts = experts or ("grouped_mm" if device.startswith("cuda") else "eager")
-        model = _skeleton(config, attention, experts, DTYPES[precision])
-        _fill(model, directory, config, weights, DTYPES[precision], device, mesh, progress)
+        model = _skeleton(config, attention, weights, experts, DTYPES[precision])
+        _fill(model, directory, DTYPES[precision], device, mesh, progress)
     else:
         model = _load_other(directory, DTYPES[precision], attention, device, mesh)
     if model.config._attn_implementation != attention:
@@ -70,18 +70,12 @@ def load(
 def _fill(
     model: PreTrainedModel,
     directory: Path,
-    config: Any,
-    weights: str,
     dtype: torch.dtype,
     device: str,
     mesh: DeviceMesh | None,
     progress: bool,
 ) -> None:
     """gpt-oss, built without weights, is filled tensor by tensor."""
-    if weights == "mxfp4":
-        for layer in model.model.layers:
-            with torch.device("meta"):
-                layer.mlp.experts = PackedExperts(config)
     if mesh is not None:
         shard(model, mesh)
     missing = dict(model.named_parameters())
@@ -97,16 +91,23 @@ def _fill(
     nn.Module.to(model, device)  # the buffers; parameters are there
 
 
-def _skeleton(config: Any, attention: str, experts: str, dtype: torch.dtype) -> PreTrainedModel:
-    """A model whose parameters have shapes but no storage; buffers, which no checkpoint holds, are real."""
+def _skeleton(config: Any, attention: str, weights: str, experts: str, dtype: torch.dtype) -> PreTrainedModel:
+    """gpt-oss whose parameters have shapes but no storage; buffers, which no checkpoint holds, are real."""
     from accelerate import init_empty_weights
 
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config
+    ours: type[FrozenExperts] | None = DenseExperts if experts == "frozen" else None
+    ours = PackedExperts if weights == "mxfp4" else ours
     with init_empty_weights(include_buffers=False):
-        return AutoModelForCausalLM.from_config(
-            config, attn_implementation=attention, experts_implementation=experts, dtype=dtype
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, attn_implementation=attention, experts_implementation="eager" if ours else experts, dtype=dtype
         )
+    if ours:
+        for layer in model.model.layers:
+            with torch.device("meta"):
+                layer.mlp.experts = ours(config)
+    return model
 
 
 def _load_other(

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from training.config import LoraConfig
 from training.errors import ConfigError, ModelError
 from training.model.expert_lora import attach_to_experts
-from training.model.experts import PackedExperts
+from training.model.experts import FrozenExperts
 from training.model.load import decoder_layers
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -32,13 +32,13 @@ def attach(model: PreTrainedModel, lora: LoraConfig, base: str) -> PeftModel:
         ConfigError: a target that some decoder layer does not have: PEFT would train without it and not say so.
     """
     parameters = EXPERTS if lora.targets == "attention+experts" else None
-    packed = any(isinstance(module, PackedExperts) for module in model.modules())
+    ours = any(isinstance(module, FrozenExperts) for module in model.modules())
     config = PeftLoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]  # PEFT takes any number
         lora_dropout=lora.dropout,
         target_modules=_target_modules(lora),
-        target_parameters=None if packed else parameters,
+        target_parameters=None if ours else parameters,
         bias="none",
         task_type="CAUSAL_LM",
     )
@@ -48,7 +48,7 @@ def attach(model: PreTrainedModel, lora: LoraConfig, base: str) -> PeftModel:
             adapted = get_peft_model(model, config)
     except ValueError as error:  # PEFT: no module at all has the name
         raise ConfigError(f"lora.targets={lora.targets!r}: {error}", field="lora.targets") from error
-    if packed and parameters:
+    if ours and parameters:
         attach_to_experts(adapted, config)
         config.target_parameters = parameters
     adapted.peft_config["default"].base_model_name_or_path = base  # PEFT puts the path that was loaded here

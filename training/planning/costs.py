@@ -23,14 +23,19 @@ ADAPTER_BYTES = 8  # fp32 weight and gradient
 
 # Step time at 20b. Without recompute: 16 rows in 1.065 s, of which 0.033 s dequantise the experts twice; with full recompute, which
 # dequantises three times: 16 rows in 1.40 s; selective: 8 rows in 0.634 s (tests/benchmarks/training/h200-*.json). 120b with full
-# recompute, 8 rows in 1.314 s, agrees to 6 %. bf16 weights, from a prototype: 4 rows in 0.798 s, 8 in 1.507 s.
-S_PER_EXPERT_GIB = {"mxfp4": 0.049 / 35.6, "bf16": 0.081 / 35.6}
+# recompute, 8 rows in 1.314 s, agrees to 6 %. bf16 weights with transformers' grouped_mm, from a prototype: 4 rows in 0.798 s, 8 in
+# 1.507 s. Frozen ones in bf16 are taken to cost what packed ones do, without dequantising.
+S_PER_EXPERT_GIB = {"mxfp4": 0.049 / 35.6, "frozen": 0.0, "bf16": 0.081 / 35.6}
 """Of a pass that computes everything twice: dequantising three times, or reading what is dense."""
 S_PER_TOKEN_AND_PARAMETER = {
     ("mxfp4", "full"): 1.13e-14,
     ("mxfp4", "selective"): 0.99e-14,
     ("mxfp4", "none"): 0.87e-14,
+    ("frozen", "full"): 1.13e-14,
+    ("frozen", "selective"): 0.99e-14,
+    ("frozen", "none"): 0.87e-14,
     ("bf16", "full"): 2.4e-14,
+    ("bf16", "selective"): 2.4e-14,  # as full: nothing is kept
     ("bf16", "none"): 1.8e-14,  # an estimate
 }
 S_EAGER_PER_TOKEN_AND_PARAMETER = 3.4e-13  # the notebooks' eager attention and loop over experts: 816 tokens/s
@@ -81,9 +86,8 @@ def gpu_memory(
     Args:
         sizes: of the model.
         tokens: of one forward pass, padding included.
-        weights: `mxfp4` or `bf16`.
-        recompute: `full` keeps a layer's input only; `selective` also the packed experts' first product; `none` what its
-            backward reads.
+        weights: of the experts: `mxfp4`; `frozen`, bf16 in the layer that packed ones have; or `bf16`, in transformers'.
+        recompute: `full` keeps a layer's input only; `selective` also our layer's first product; `none` what its backward reads.
         shards: workers that share the base (FSDP2).
         value_bytes: of what is computed in.
         adapter_parameters: trained, on every worker.
@@ -121,12 +125,12 @@ def _activations(sizes: Sizes, weights: str, recompute: str, expert_adapters: bo
     )  # fitted: 46 KB a token and layer, from 8 and 16 rows without recompute
     gate_up = 2 * k * inner
     # transformers' grouped_mm also keeps the experts' input rows, their activation and their output
-    experts = gate_up if weights == "mxfp4" else k * (2 * hidden + 3 * inner)
+    experts = k * (2 * hidden + 3 * inner) if weights == "bf16" else gate_up
     held = {"full": hidden, "selective": hidden + gate_up, "none": attention + experts}[recompute]
     again = {"full": attention + experts, "selective": attention, "none": 0}[recompute]
-    # of the rows after the second product and after the activation; packed, gate_up's is written over it
+    # of the rows after the second product and after the activation; in our layer gate_up's is written over it
     gradients = (
-        k * (hidden + inner) + (0 if weights == "mxfp4" else gate_up) + (2 * k * hidden if expert_adapters else 0)
+        k * (hidden + inner) + (gate_up if weights == "bf16" else 0) + (2 * k * hidden if expert_adapters else 0)
     )
     return held, again + gradients
 

@@ -47,6 +47,8 @@ class Sizes:
     """Whether the checkpoint holds MXFP4 experts."""
     tied: bool = False
     """Whether the head is the embeddings."""
+    gpt_oss: bool = False
+    """Whether its expert layers can be ours."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
@@ -65,6 +67,7 @@ class Sizes:
             vocab=config["vocab_size"],
             packed=(config.get("quantization_config") or {}).get("quant_method") == "mxfp4",
             tied=bool(config.get("tie_word_embeddings")),
+            gpt_oss=config.get("model_type") == "gpt_oss",
         )
 
     @property

@@ -9,7 +9,6 @@ from transformers import AutoConfig, PreTrainedModel
 
 from training.model import share as loading
 from training.model.attention import install_attention
-from training.model.experts import PackedExperts
 from training.model.load import DTYPES, _skeleton
 from training.worker import train_loop
 
@@ -26,11 +25,7 @@ def random_model(
     """What `training.model.load.load` gives, with weights that mean nothing."""
     config, dtype = AutoConfig.from_pretrained(directory), DTYPES[precision]
     install_attention()
-    model = _skeleton(config, attention, experts or "eager", dtype)
-    if weights == "mxfp4":
-        for layer in model.model.layers:
-            with torch.device("meta"):
-                layer.mlp.experts = PackedExperts(config)
+    model = _skeleton(config, attention, weights, experts or "eager", dtype)
     for name, parameter in list(model.named_parameters()):
         module, _, leaf = name.rpartition(".")
         value = _random(leaf, module, parameter.shape, dtype, device)

@@ -157,6 +157,13 @@ class TestRefusals:
         error = refusal(attention="flex_attention", scaling__device="cpu")
         assert "scaling.device=cuda" in error.message
 
+    @pytest.mark.parametrize("changes", [{"experts": "grouped_mm"}, {"scaling__device": "cpu"}])
+    def test_selective_recompute_keeps_nothing_of_transformers_experts(self, changes: dict[str, Any]) -> None:
+        error = refusal(weights="bf16", recompute="selective", **changes)
+        assert error.field == "recompute"
+        assert "experts=frozen" in error.message
+        assert parse_config(values(weights="bf16", recompute="selective", **changes | {"experts": "frozen"}))
+
     def test_accelerator_on_cpu(self) -> None:
         assert "H100" in refusal(scaling={"device": "cpu", "accelerator_type": "H100"}).message
 

@@ -18,8 +18,10 @@ IDS = torch.arange(60).view(2, 30) * 7 % 500
 
 
 def adapted(base: Path, weights: str, *, r: int = 4, seed: int = 1) -> PeftModel:
+    """`weights` as in `load`, or `frozen`: bf16 in our layer."""
     torch.manual_seed(seed)
-    return attach(load(base, weights=weights), LoraConfig(r=r, targets="attention+experts"), "org/base")  # type: ignore[arg-type]
+    model = load(base, experts="frozen") if weights == "frozen" else load(base, weights=weights)  # type: ignore[arg-type]
+    return attach(model, LoraConfig(r=r, targets="attention+experts"), "org/base")
 
 
 def trained(model: PeftModel) -> dict[str, torch.nn.Parameter]:
@@ -40,15 +42,17 @@ def loss_and_gradients(model: PeftModel) -> tuple[Tensor, dict[str, Tensor]]:
     return loss.detach(), {name: value.grad for name, value in trained(model).items() if value.grad is not None}
 
 
-def test_a_fresh_adapter_is_pefts(random_base: Path) -> None:
-    ours, theirs = (trained(adapted(random_base, weights)) for weights in ("mxfp4", "bf16"))
+@pytest.mark.parametrize("held", ["mxfp4", "frozen"])
+def test_a_fresh_adapter_is_pefts(random_base: Path, held: str) -> None:
+    ours, theirs = (trained(adapted(random_base, weights)) for weights in (held, "bf16"))
     assert list(ours) == list(theirs)
     assert all(ours[name].dtype == torch.float32 and torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.parametrize("held", ["mxfp4", "frozen"])
 @pytest.mark.parametrize("r", [1, 4, 8])
-def test_loss_and_all_gradients_are_pefts(random_base: Path, r: int) -> None:
-    ours, theirs = (loss_and_gradients(fill(adapted(random_base, weights, r=r))) for weights in ("mxfp4", "bf16"))
+def test_loss_and_all_gradients_are_pefts(random_base: Path, r: int, held: str) -> None:
+    ours, theirs = (loss_and_gradients(fill(adapted(random_base, weights, r=r))) for weights in (held, "bf16"))
     torch.testing.assert_close(ours[0], theirs[0], rtol=1e-6, atol=0)
     assert ours[1].keys() == theirs[1].keys()
     for name, expected in theirs[1].items():

@@ -1,4 +1,4 @@
-"""Packed experts against transformers' dequantised ones: outputs and gradients, with experts that get no token."""
+"""Our experts, packed and dense, against transformers': outputs and gradients, with experts that get no token."""
 
 from pathlib import Path
 
@@ -7,10 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from training.config import LoraConfig
-from training.model.experts import PackedExperts
+from training.model.experts import DenseExperts, PackedExperts
 from training.model.load import load
 from training.model.lora import attach
 from training.model.recompute import checkpoint_arguments, recompute_of
+
+OURS = {"packed": {"weights": "mxfp4"}, "frozen": {"weights": "bf16", "experts": "frozen"}}
+"""Arguments of `load`, by what the layer calls itself."""
 
 
 def relative(difference: Tensor, reference: Tensor) -> float:
@@ -27,17 +30,20 @@ def both(random_base: Path) -> tuple[nn.Module, nn.Module]:
     return experts_of(load(random_base, weights="mxfp4")), experts_of(load(random_base, weights="bf16"))
 
 
+@pytest.mark.parametrize("held", OURS)
 @pytest.mark.parametrize("chosen", [[0, 1, 2, 3], [1, 3], [2, 0]], ids=["all", "two", "two-reversed"])
-def test_outputs_and_input_gradients_equal(both: tuple[nn.Module, nn.Module], chosen: list[int]) -> None:
-    packed, reference = both
-    assert isinstance(packed, PackedExperts)
+def test_outputs_and_input_gradients_equal(
+    random_base: Path, both: tuple[nn.Module, nn.Module], chosen: list[int], held: str
+) -> None:
+    ours, reference = experts_of(load(random_base, **OURS[held])), both[1]  # type: ignore[arg-type]
+    assert ours.held == held
     generator = torch.Generator().manual_seed(3)
     tokens = 24
     choice = torch.stack([torch.randperm(len(chosen), generator=generator)[:2] for _ in range(tokens)])
     indices = torch.tensor(chosen)[choice]
     weights = torch.rand(tokens, 2, generator=generator)
     outputs, gradients = [], []
-    for experts in (packed, reference):
+    for experts in (ours, reference):
         x = torch.randn(tokens, 64, generator=torch.Generator().manual_seed(4)).requires_grad_()
         w = weights.clone().requires_grad_()
         y = experts(x, indices, w)
@@ -47,8 +53,8 @@ def test_outputs_and_input_gradients_equal(both: tuple[nn.Module, nn.Module], ch
         assert w.grad is not None
         gradients.append((x.grad, w.grad))
     assert relative(outputs[0] - outputs[1], outputs[1]) < 1e-5
-    for ours, theirs in zip(*gradients, strict=True):
-        assert relative(ours - theirs, theirs) < 1e-5
+    for one, other in zip(*gradients, strict=True):
+        assert relative(one - other, other) < 1e-5
 
 
 def test_the_dequantised_weight_is_the_references(both: tuple[nn.Module, nn.Module]) -> None:
@@ -76,13 +82,26 @@ def test_autograd_keeps_the_packed_weight_only(both: tuple[nn.Module, nn.Module]
     assert all(tensor.numel() < dequantised for tensor in saved if tensor.dtype == torch.float32)
 
 
+def test_autograd_keeps_a_dense_weight_as_it_is(random_base: Path) -> None:
+    experts = experts_of(load(random_base, weights="bf16", experts="frozen"))
+    assert isinstance(experts, DenseExperts)
+    held = {value.data_ptr() for value in experts.parameters()}
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        experts(torch.randn(4, 64, requires_grad=True), torch.tensor([[0, 1]] * 4), torch.rand(4, 2))
+    large = [tensor for tensor in saved if tensor.numel() >= 4 * 64 * 64]
+    assert len(large) == 2
+    assert all(tensor.data_ptr() in held for tensor in large)
+
+
+@pytest.mark.parametrize("held", OURS)
 @pytest.mark.parametrize("targets", ["attention", "all-linear"])
-def test_whole_model_and_all_adapter_gradients_equal(random_base: Path, targets: str) -> None:
+def test_whole_model_and_all_adapter_gradients_equal(random_base: Path, targets: str, held: str) -> None:
     ids = torch.arange(60).view(2, 30) * 7 % 500
     losses, gradients = [], []
-    for weights in ("mxfp4", "bf16"):
+    for settings in (OURS[held], {"weights": "bf16"}):
         torch.manual_seed(0)
-        model = attach(load(random_base, weights=weights), LoraConfig(r=4, targets=targets), "base")  # type: ignore[arg-type]
+        model = attach(load(random_base, **settings), LoraConfig(r=4, targets=targets), "base")  # type: ignore[arg-type]
         generator = torch.Generator().manual_seed(6)
         for value in model.parameters():
             if value.requires_grad:

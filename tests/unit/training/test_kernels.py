@@ -9,6 +9,7 @@ import pytest
 
 PROGRAM = """
 import torch, triton
+import training.model.fused as fused
 import training.model.kernels as kernels
 import training.model.loss as loss
 from training.model.experts import pack
@@ -46,6 +47,22 @@ kernels._activate_backward_kernel[(rows,)](
 expected, expected_weight_grad = kernels.activate_backward(grad, gate_up, bias, chosen, weights, 7.0)
 torch.testing.assert_close(gate_up_grad, expected)
 torch.testing.assert_close(weight_grad, expected_weight_grad, rtol=1e-4, atol=1e-4)
+
+routed = [torch.full((size,), -1, dtype=kind) for size, kind in ((rows, torch.int64),) * 3 + ((experts, torch.int32),)]
+kernels._route_kernel[(1,)](slots, *routed, rows, experts, ROWS=64, EXPERTS=4, CHUNK=16)
+for mine, expected in zip(routed, kernels.route(slots, experts), strict=True):
+    assert torch.equal(mine, expected)
+
+packed = torch.randint(0, 256, (experts, 70, hidden // 32, 16), dtype=torch.uint8)
+powers = torch.randint(110, 130, (experts, 70, hidden // 32), dtype=torch.uint8)
+wide, fused_out, ends = torch.randn(rows, hidden), poisoned(rows, 70), kernels.route(slots, experts)[3]
+words = pack(packed).view(torch.int32)
+for tile_rows in (16, 64):
+    fused._fused_kernel[(2, experts)](
+        fused.as_unpacked(wide), words, powers, fused_out, ends, 70, hidden, M=tile_rows, N=64, K=128, PAIRS=False
+    )
+    expected = kernels.grouped_mm(wide, kernels.unpack(pack(packed), pack(powers), hidden, torch.float32).mT, ends)
+    torch.testing.assert_close(fused_out, expected, rtol=1e-4, atol=1e-3)
 
 x, gathered = torch.randn(tokens, hidden), poisoned(rows, hidden)
 kernels._gather_kernel[(rows,)](x, order, gathered, hidden, k, COLUMNS=64)

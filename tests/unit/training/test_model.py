@@ -14,7 +14,7 @@ from tests.unit.training import adapters
 from tests.unit.training.runs import dequantised
 from training.errors import ModelError
 from training.model import load as model_module
-from training.model.experts import PackedExperts
+from training.model.experts import DenseExperts, PackedExperts
 from training.model.load import decoder_layers, load
 from training.model.weights import InexactError
 
@@ -26,9 +26,9 @@ def logits(model: Any) -> Tensor:
     return model(input_ids=IDS).logits
 
 
-@pytest.mark.parametrize("weights", ["mxfp4", "bf16"])
-def test_equals_plain_transformers(random_base: Path, weights: str) -> None:
-    model = load(random_base, weights=weights)  # type: ignore[arg-type]
+@pytest.mark.parametrize(("weights", "experts"), [("mxfp4", None), ("bf16", None), ("bf16", "frozen")])
+def test_equals_plain_transformers(random_base: Path, weights: Any, experts: Any) -> None:
+    model = load(random_base, weights=weights, experts=experts)
     assert (logits(model) - logits(adapters.load(random_base))).abs().max() < 1e-4
     assert all(not value.requires_grad for value in model.parameters())
     assert not model.training
@@ -95,6 +95,13 @@ def test_a_dequantised_checkpoint_is_packed_again_exactly(random_base: Path, tmp
     again = load(dequantised(random_base, tmp_path / "bf16"), weights="mxfp4")
     assert isinstance(again.model.layers[0].mlp.experts, PackedExperts)
     assert torch.equal(logits(again), logits(load(random_base, weights="mxfp4")))
+
+
+def test_frozen_experts_take_values_that_mxfp4_does_not_have(random_base: Path, tmp_path: Path) -> None:
+    base = dequantised(random_base, tmp_path / "bf16", change=0.01)
+    frozen = load(base, experts="frozen")
+    assert isinstance(frozen.model.layers[0].mlp.experts, DenseExperts)
+    assert (logits(frozen) - logits(load(base))).abs().max() < 1e-4
 
 
 def test_values_that_mxfp4_does_not_have_are_not_packed(random_base: Path, tmp_path: Path) -> None:

@@ -39,7 +39,9 @@ OUR_PEAKS_GIB = [
     (SMALL, 8, "selective", 34.0),
     (SMALL, 8, "none", 47.7),
     (SMALL, 16, "none", 81.3),
+    (SMALL, 64, "full", 47.0),
     (LARGE, 8, "full", 69.9),
+    (LARGE, 8, "none", 115.0),
 ]
 """In tests/benchmarks/training/h200-*.json."""
 
@@ -135,6 +137,26 @@ def test_recompute_is_the_fastest_that_fits(gpu: str | None, rows: int, chosen: 
     assert config.recompute == chosen
     assert config.resolved() == config
     assert f"recompute=auto is {chosen} here" in plan(load_config("gpt-oss-20b", changes)).notes
+
+
+def test_frozen_experts_in_bf16_cost_memory_and_save_time() -> None:
+    changes = ["scaling.accelerator_type=H200", "optim.per_device_batch_size=16", "recompute=none"]
+    packed, frozen, theirs = (
+        plan(load_config("gpt-oss-20b", [*changes, *more]))
+        for more in (["weights=mxfp4"], ["weights=bf16"], ["weights=bf16", "experts=grouped_mm"])
+    )
+    more_gib = frozen.gpu_memory_gib["weights"] - packed.gpu_memory_gib["weights"]
+    assert more_gib == pytest.approx(24 * 3 * 32 * 2880**2 * (2 - 17 / 32) / 2**30, abs=0.02)
+    assert frozen.gpu_memory_gib["activations"] == packed.gpu_memory_gib["activations"]
+    assert frozen.fits_requested is True
+    assert theirs.fits_requested is False, "it keeps the experts' input, activation and output as well"
+    assert frozen.tokens_per_s_per_gpu > packed.tokens_per_s_per_gpu
+
+
+def test_selective_is_for_frozen_experts_too() -> None:
+    changes = ["scaling.accelerator_type=H100", "optim.per_device_batch_size=8", "recompute=auto", "weights=bf16"]
+    assert load_config("gpt-oss-20b", changes).resolved().recompute == "selective"
+    assert load_config("gpt-oss-20b", [*changes, "experts=grouped_mm"]).resolved().recompute == "full"
 
 
 def test_selective_lies_between_full_and_none() -> None:
