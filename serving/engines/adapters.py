@@ -2,10 +2,9 @@
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -53,13 +52,12 @@ class AdapterBank:
 
     @property
     def rows(self) -> Tensor | None:
-        """The slot of each row of the running forward pass; None when no row has an adapter."""
+        """See `select`."""
         return self._rows
 
-    def select(self, slots: Sequence[int]) -> None:
-        """The next forward pass is over rows with these adapters."""
-        device = next(iter(self._modules.values())).linear.weight.device
-        self._rows = torch.tensor(slots, device=device) if any(slots) else None
+    def select(self, rows: Tensor | None) -> None:
+        """The next forward pass is over rows whose adapters are in these slots, [B]; None when no row has one."""
+        self._rows = rows
 
     def take(self, adapter: Path | None) -> int:
         """The slot of `adapter`, which stays there until it is given back. Blocks while an adapter is read.

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from serving.engines.adapters import NO_ADAPTER, AdapterBank
 from serving.engines.engine import Chunk, FinishReason, Sampling, TokenLogprobs
 from serving.engines.kv_cache import KeyValueCache
+from serving.engines.recorded import RecordedSteps
 from serving.engines.sampling import Sampler, logprobs, sample
 
 # Prompt tokens read per round, padding included: running sequences wait no longer than that for their next token, and
@@ -91,6 +92,9 @@ class Batch:
         self._model = model
         self._adapters = adapters
         self._cache = KeyValueCache(model.config, model.dtype, model.device, cache_tokens)
+        self._recorded: RecordedSteps | None = None  # elsewhere rows in excess would only cost
+        if self.device.type == "cuda":
+            self.record()
         self._rows: list[RunningSequence] = []
         self._decoding = 0
 
@@ -126,9 +130,13 @@ class Batch:
         self._cache.drop()
         return dropped
 
+    def record(self) -> None:
+        """Decodes in steps of few shapes, which on CUDA are recorded."""
+        self._recorded = RecordedSteps(self._next_logits, self._cache, self.device, record=self.device.type == "cuda")
+
     def release(self) -> None:
         """Lets go of the model, at the end: whoever still holds this batch shall not keep it in memory."""
-        del self._model, self._adapters
+        del self._model, self._adapters, self._recorded
 
     @torch.inference_mode()
     def _prefill(self) -> None:
@@ -152,7 +160,12 @@ class Batch:
     @torch.inference_mode()
     def _decode(self) -> None:
         rows = self._rows[: self._decoding]
-        self._append(0, self._forward(0, [[row.last_id] for row in rows], [row.position for row in rows]))
+        tokens, positions = [row.last_id for row in rows], [row.position for row in rows]
+        if self._recorded is None:
+            logits = self._forward(0, [[token] for token in tokens], positions)
+        else:
+            logits = self._recorded(tokens, positions, [row.slot for row in rows])
+        self._append(0, logits)
 
     def _forward(self, first_row: int, pieces: list[list[int]], starts: list[int]) -> Tensor:
         """Logits [B, vocabulary] after each of `pieces`, which rows from `first_row` on continue at positions `starts`."""
@@ -162,19 +175,32 @@ class Batch:
         positions = torch.tensor(starts, device=self.device)[:, None] + torch.arange(width, device=self.device)
         # Padding may reach beyond the cache. Its last position is free for it: the last token is never fed to the model.
         positions = positions.clamp(max=self._cache.length - 1)  # [B, T]
+        slots = [row.slot for row in self._rows[first_row : first_row + len(pieces)]]
+        adapters = torch.tensor(slots, device=self.device) if any(slots) else None
+        hidden = self._hidden(first_row, tokens, positions, visible, adapters)
+        last = torch.tensor([len(piece) - 1 for piece in pieces], device=self.device)
+        return self._model.lm_head(hidden[torch.arange(len(pieces), device=self.device), last]).float()
+
+    def _next_logits(self, tokens: Tensor, positions: Tensor, visible: int, adapters: Tensor | None) -> Tensor:
+        """See `serving.engines.recorded.Step`."""
+        hidden = self._hidden(0, tokens[:, None], positions[:, None], visible, adapters)
+        return self._model.lm_head(hidden[:, 0]).float()
+
+    def _hidden(
+        self, first_row: int, tokens: Tensor, positions: Tensor, visible: int, adapters: Tensor | None
+    ) -> Tensor:
+        """Hidden states [B, T, hidden] of tokens [B, T]; only launches work where there is a GPU."""
         self._cache.focus(first_row, positions, visible)
         if self._adapters is not None:
-            self._adapters.select([row.slot for row in self._rows[first_row : first_row + len(pieces)]])
-        hidden = self._model.model(
+            self._adapters.select(adapters)
+        return self._model.model(
             input_ids=tokens,
             position_ids=positions,
             attention_mask=attention_masks(self._model.config, positions, visible, self._model.dtype),
             past_key_values=self._cache,
             use_cache=True,
             output_router_logits=False,
-        ).last_hidden_state  # [B, T, hidden]
-        last = torch.tensor([len(piece) - 1 for piece in pieces], device=self.device)
-        return self._model.lm_head(hidden[torch.arange(len(pieces), device=self.device), last]).float()
+        ).last_hidden_state
 
     def _append(self, first_row: int, logits: Tensor) -> None:
         """Gives the rows from `first_row` on their next token, chosen from `logits` [B, vocabulary]."""

@@ -31,11 +31,14 @@ class KeyValueCache:
         self._max_tokens = max_tokens
         empty = torch.empty(0, config.num_key_value_heads, 0, _head_dim(config), dtype=dtype, device=device)
         self._empty = [empty] * config.num_hidden_layers
+        self.version = 0
+        """Changes when keys and values move to other memory."""
         self.drop()
 
     def drop(self) -> None:
         """Forgets everything and gives the memory back. Allocates nothing: it is called where memory ran out."""
         self._keys, self._values = list(self._empty), list(self._empty)
+        self.version += 1
 
     @property
     def rows(self) -> int:
@@ -70,6 +73,7 @@ class KeyValueCache:
                 kept = old[:rows, :, :length]
                 new[: kept.shape[0], :, : kept.shape[2]] = kept
                 store[layer] = new
+        self.version += 1
 
     def focus(self, first_row: int, positions: Tensor, visible: int) -> None:
         """The next forward is over rows from `first_row` on, at `positions` [B, T], and sees `visible` positions."""

@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from serving.engines.adapters import AdapterBank, served_merged_only
 from serving.engines.attention import use_grouped_attention
 from serving.engines.engine import Engine, EngineName
+from serving.engines.norms import use_fused_norms
 from serving.engines.transformers_engine import TransformersEngine
 from serving.models.names import ModelSource
 from serving.models.served import ServedModel
@@ -132,6 +133,8 @@ def transformers_engine(directory: Path, settings: EngineSettings, device: str) 
     )
     if model.config.model_type == "gpt_oss":
         use_grouped_attention(model)
+        if device == "cuda":
+            use_fused_norms(model)
     release_memory()
     return TransformersEngine(
         model,

@@ -84,7 +84,11 @@ class Bench:
 
     async def polythink(self) -> dict[str, Any]:
         """Closed loops of 1 to 64 clients, then an open loop."""
-        with tempfile.TemporaryDirectory() as home, our_service(Path(home).resolve(), [self.model_dir]) as url:
+        generator = {"num_gpus": self.arguments.gpus, "max_sequences": self.arguments.sequences}
+        with (
+            tempfile.TemporaryDirectory() as home,
+            our_service(Path(home).resolve(), [self.model_dir], generator) as url,
+        ):
             service = Service(url, str(self.model_dir))
             await closed_loop(service, self.prompts[:2], 1, 4)
             loads = []
@@ -142,6 +146,8 @@ if __name__ == "__main__":
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS[:4])
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--rate", type=float, default=4.0, help="requests per second of the open loop")
+    parser.add_argument("--gpus", type=float, default=0, help="of our service in the part polythink")
+    parser.add_argument("--sequences", type=int, default=32, help="that it answers at once there")
     parser.add_argument("--minutes", type=float, default=10, help="of the soak")
     parser.add_argument("--json", type=Path, help="report to read, complete and write")
     parser.add_argument("--picture", type=Path, help="drawn from the report")

@@ -34,7 +34,7 @@ async def soak(
         swap = 0
         while time.monotonic() < end:
             name = names[swap % len(names)]
-            (await http.put("/deployment", json={"model": name})).raise_for_status()
+            await deploy(http, name)
             await asyncio.sleep(swap_s)
             deployment = (await http.get("/deployment")).raise_for_status().json()
             assert deployment["model"] == name, deployment
@@ -43,6 +43,7 @@ async def soak(
             swap += 1
 
     async with connect(url, clients) as http:
+        await deploy(http, names[-1])  # before it there is nothing that could answer
         await asyncio.gather(swapper(http), *(client(http, number) for number in range(clients)))
     settled = memory_mib[min(2 * len(names), len(memory_mib) - 1)]
     return {
@@ -56,6 +57,11 @@ async def soak(
         "rss_mib": [round(value, 1) for value in memory_mib],
         "rss_growth": round(memory_mib[-1] / settled - 1, 4),
     }
+
+
+async def deploy(http: httpx.AsyncClient, name: str) -> None:
+    """Begins to load `name`; requests of a service that had no model wait for it."""
+    (await http.put("/deployment", json={"model": name})).raise_for_status()
 
 
 def generator_rss_mib() -> float:

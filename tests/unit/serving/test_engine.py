@@ -55,13 +55,15 @@ def closable_engine(model):
     return TransformersEngine(model)
 
 
-class TestTransformersEngine(EngineContract):
+class BuiltIn(EngineContract):
     places = 3
 
     async def idle(self, engine):
         while engine._batch.size:
             await asyncio.sleep(0.01)
 
+
+class TestTransformersEngine(BuiltIn):
     async def test_long_prompts_are_read_in_pieces_beside_short_ones(self, engine, reference):
         long = [(5 * step) % 400 for step in range(1100)]
         prompts = [long, PROMPTS[0], long[:500], PROMPTS[1]]
@@ -82,6 +84,17 @@ class TestTransformersEngine(EngineContract):
             engine.check_health()
         await collect(engine, PROMPTS[0])
         engine.check_health()
+
+
+class TestStepsOfFewShapes(BuiltIn):
+    """As on CUDA, where they are recorded: rows and visible positions in powers of two."""
+
+    @pytest.fixture
+    def engine(self, model):
+        engine = TransformersEngine(model, max_sequences=8, context_length=4096)
+        engine._batch.record()
+        yield engine
+        engine.close()
 
 
 async def test_a_prompt_that_joins_pads_the_others_within_the_cache(model, reference):

@@ -1,0 +1,97 @@
+"""Decoding steps as CUDA graphs: one launch for a step, where its 1,500 kernels would take longer to launch than to run."""
+
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from serving.engines.adapters import NO_ADAPTER
+from serving.engines.kv_cache import KeyValueCache
+
+logger = logging.getLogger(__name__)
+
+Step = Callable[[Tensor, Tensor, int, Tensor | None], Tensor]
+"""Logits [R, vocabulary] after tokens [R] at positions [R] of the cache's first R rows, of which so many positions are visible; with
+each row's slot [R] of its adapter, None when none has one."""
+
+_FEWEST_VISIBLE = 256
+
+
+class RecordedSteps:
+    """Runs `step` for any number of rows, recorded once per shape.
+
+    Rows and visible positions are rounded up to powers of two, so that few shapes occur; the rows beyond the batch write at the
+    cache's last position, which no sequence uses. A shape's first step runs as it is, which also compiles its kernels; its second
+    is recorded. When the cache moves, the recordings are void.
+
+    Args:
+        step: does all its work on the device, without waiting for it.
+        record: whether to; else every step runs as it is.
+    """
+
+    def __init__(self, step: Step, cache: KeyValueCache, device: torch.device, *, record: bool):
+        self._step, self._cache, self._device, self._record = step, cache, device, record
+        self._recorded: dict[tuple[int, int, bool], _Recording | None] = {}
+        self._version = cache.version
+
+    def __call__(self, tokens: Sequence[int], positions: Sequence[int], slots: Sequence[int]) -> Tensor:
+        """Logits [B, vocabulary], to be read before the next call.
+
+        Args:
+            tokens: the newest of each sequence, [B].
+            positions: where they go, [B].
+            slots: of the sequences' adapters, [B].
+        """
+        count, last = len(tokens), self._cache.length - 1
+        rows = min(_power_of_two(count), self._cache.rows)
+        visible = min(max(_power_of_two(max(positions) + 1), _FEWEST_VISIBLE), self._cache.length)
+        spare = rows - count
+        inputs = torch.tensor([[*tokens, *[0] * spare], [*positions, *[last] * spare], [*slots, *[NO_ADAPTER] * spare]])
+        return self._run(inputs, visible, any(slots))[:count]
+
+    def _run(self, inputs: Tensor, visible: int, adapted: bool) -> Tensor:
+        if self._version != self._cache.version:
+            self._recorded.clear()
+            self._version = self._cache.version
+        key = (inputs.shape[1], visible, adapted)
+        if not self._record or key not in self._recorded:
+            self._recorded[key] = None
+            return self._as_it_is(inputs.to(self._device), visible, adapted)
+        recording = self._recorded[key]
+        if recording is None:
+            recording = self._recorded[key] = self._recording_of(inputs, visible, adapted)
+            if recording is None:
+                return self._as_it_is(inputs.to(self._device), visible, adapted)
+        return recording.replay(inputs)
+
+    def _as_it_is(self, inputs: Tensor, visible: int, adapted: bool) -> Tensor:
+        tokens, positions, slots = inputs
+        return self._step(tokens, positions, visible, slots if adapted else None)
+
+    def _recording_of(self, inputs: Tensor, visible: int, adapted: bool) -> "_Recording | None":
+        """None where the model waits for the device, such as in transformers' loop over experts: it cannot be recorded."""
+        try:
+            return _Recording(lambda held: self._as_it_is(held, visible, adapted), inputs.to(self._device))
+        except RuntimeError as error:
+            logger.warning("decoding runs without CUDA graphs: %s", str(error).splitlines()[0])
+            self._record = False
+            return None
+
+
+class _Recording:
+    def __init__(self, step: Callable[[Tensor], Tensor], inputs: Tensor):
+        self._inputs = inputs
+        self._graph = torch.cuda.CUDAGraph()
+        # of this thread alone: another one may be loading a model meanwhile
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+            self._logits = step(self._inputs)
+
+    def replay(self, inputs: Tensor) -> Tensor:
+        self._inputs.copy_(inputs)
+        self._graph.replay()
+        return self._logits
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
