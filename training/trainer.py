@@ -26,7 +26,7 @@ from training.model.lora import adapter_files, load_adapter
 from training.model.loss import Sums, has_plain_head, install_loss, trained_positions
 from training.model.recompute import checkpoint_arguments
 from training.rows.batches import Collator, DealtBatches, Rows, row_seed
-from training.tracking.measures import Measures
+from training.tracking.measures import Measures, without_waiting
 
 BUCKET_MB = 64
 """Of gradients that travel together: an attention adapter is one bucket, expert adapters several, which overlap the backward."""
@@ -76,6 +76,9 @@ def arguments(config: TrainConfig, rows: int, world_size: int, output_dir: Path)
 class Trainer(SFTTrainer):
     """Trains the adapter of `model` on ready-made examples.
 
+    With our loss it never waits for the GPU before the next step's work was given to it: transformers fetches loss and gradient
+    norm after each step, here a step is logged once the next one's first pass is under way. What fails or saves logs first.
+
     Args:
         model: frozen base (whole or sharded) with an adapter that is replicated on every rank.
         config: the resolved configuration.
@@ -98,6 +101,7 @@ class Trainer(SFTTrainer):
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
         self._group = (0, 0)  # (optimizer step, forward passes of it that were begun)
+        self._rate = 0.0  # learning rate of the step that was gathered last
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         self._rows = Rows(
             examples.with_format("numpy"), pad
@@ -151,7 +155,23 @@ class Trainer(SFTTrainer):
         self.measures.add_tokens(int((inputs["input_ids"] != self._collator.pad_token_id).sum()))
         if self._own_loss:  # found where the batch still is, on the CPU: on the GPU their number would be waited for
             inputs["trained"] = trained_positions(inputs["labels"])
-        return super().training_step(model, inputs, num_items_in_batch)
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self._report()
+        return loss
+
+    def _get_num_items_in_batch(self, batch_samples: list[dict[str, Tensor]], device: torch.device) -> Any:
+        """Trained tokens of an optimizer step, on all ranks."""
+        if not self._own_loss:
+            return super()._get_num_items_in_batch(batch_samples, device)
+        trained = torch.tensor(sum(len(trained_positions(batch["labels"])) for batch in batch_samples))
+        trained = without_waiting(trained, device)
+        if dist.is_initialized():
+            dist.all_reduce(trained)
+        return trained
+
+    def _prepare_input(self, data: Any) -> Any:
+        on_host = isinstance(data, Tensor) and data.device.type == "cpu"
+        return without_waiting(data, self.args.device) if on_host else super()._prepare_input(data)
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -162,20 +182,40 @@ class Trainer(SFTTrainer):
         sums: Sums = model(**inputs, use_cache=False)
         self.measures.add_loss(sums, len(inputs["trained"]))
         # DDP averages gradients over ranks, and the logged loss is averaged too
-        return sums.loss / torch.as_tensor(num_items_in_batch).clamp(min=1) * self.world_size
+        return sums.loss / num_items_in_batch.clamp(min=1) * self.world_size
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Not counted: transformers walks all parameters for it at every pass, and `Reporter` tells the MFU."""
         return 0
 
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        if "loss" in logs:  # every rank is here
-            self.measures.gather()
-        super().log(logs, start_time)
+    def train(self, *args: Any, **options: Any) -> Any:
+        try:
+            return super().train(*args, **options)
+        finally:
+            self._report()
+
+    def _maybe_log_save_evaluate(self, tr_loss: Tensor, grad_norm: Any, *args: Any, **options: Any) -> None:
+        """Gathers the step, which `_report` logs, and saves it if it is to be."""
+        if self.state.global_step > self._globalstep_last_logged:  # every rank is here
+            self._globalstep_last_logged = self.state.global_step  # transformers, asked below, has nothing left to log
+            self._rate = options["learning_rate"]
+            self.measures.gather(tr_loss, torch.as_tensor(grad_norm))
+            tr_loss.zero_()
+        if not self._own_loss:  # TRL's own figures are of the passes up to now
+            self._report()
+        super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **options)
+
+    def _report(self) -> None:
+        """Logs the step that was gathered last, if it is not yet; `state` is still of that step."""
+        found = self.measures.read()
+        if found:
+            self._total_loss_scalar += found["loss"]
+            self.log(found | {"learning_rate": self._rate})
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Rank 0 saves, and nobody waits for it: what it saves is replicated, and when it fails the others' next
         collective does too."""
+        self._report()
         if self.rank == 0:
             self.saves.save(self.state.global_step, self._files())
 

@@ -45,7 +45,7 @@ class Reporter(TrainerCallback):
         """What to report of the trainer.
 
         Args:
-            measures: of the trainer, gathered before each log line.
+            measures: of the trainer, read before each log line.
             mfu: model FLOPs utilisation at so many tokens/s per GPU.
             load: seconds, bytes and memory of loading, logged with the first line.
             on_begin: called once all is set up.
@@ -86,7 +86,7 @@ class Reporter(TrainerCallback):
 
     def _speed(self, step: int) -> dict[str, float]:
         tokens = self._measures.tokens
-        rate = self._clock.tick(step, tokens)
+        rate = self._clock.tick(step, tokens, self._measures.ended_s)
         found = {"num_tokens": self._tokens_before + tokens, "step_s": self._clock.step_s}
         if rate is not None:
             found["tokens_per_s_per_gpu"] = rate / self._world_size
@@ -122,9 +122,8 @@ class _Clock:
     def start(self, step: int, tokens: int) -> None:
         self._last, self._warm = (time.monotonic(), step, tokens), None
 
-    def tick(self, step: int, tokens: int) -> float | None:
-        """Tokens per second since the last tick; None at the first."""
-        now = time.monotonic()
+    def tick(self, step: int, tokens: int, now: float) -> float | None:
+        """Tokens per second since the last tick; None at the first. `now` is when `step` ended, by `time.monotonic`."""
         then, before, counted = self._last
         self._last = (now, step, tokens)
         self.step_s = (now - then) / max(step - before, 1)

@@ -129,19 +129,27 @@ def test_two_nodes_shard_within_each(tmp_path: Path, random_base: Path, alone: R
     assert_same(run_dir, alone)
 
 
-@pytest.mark.parametrize(("change", "weights"), [(0.0, "mxfp4"), (0.01, "bf16")])
+@pytest.mark.parametrize(
+    ("change", "experts", "runs"),
+    [
+        (0.0, "frozen", ("mxfp4", "packed", "selective")),
+        (0.01, "frozen", ("bf16", "frozen", "selective")),
+        (0.01, "eager", ("bf16", "eager", "full")),
+    ],
+)
 def test_a_bf16_checkpoint_is_packed_where_that_is_exact(
-    tmp_path: Path, random_base: Path, change: float, weights: str
+    tmp_path: Path, random_base: Path, change: float, experts: str, runs: tuple[str, str, str]
 ) -> None:
     """The value that cannot be packed lies in the second rank's share."""
     base = dequantised(random_base, tmp_path / "base", change)
     for file in random_base.glob("*token*"):
         shutil.copy(file, base)
     shutil.copy(random_base / "chat_template.jinja", base)
-    run_dir = make_run(tmp_path / "job", base, scaling__strategy="fsdp2", weights="mxfp4", recompute="selective")
+    settings = {"weights": "mxfp4", "experts": experts, "recompute": "selective"}
+    run_dir = make_run(tmp_path / "job", base, scaling__strategy="fsdp2", **settings)
     train(run_dir, base, 2)
     found = effective(run_dir)
-    assert (found["weights"], found["recompute"]) == (weights, "selective" if weights == "mxfp4" else "full")
+    assert (found["weights"], found["experts"], found["recompute"]) == runs
 
 
 def test_every_rank_reports_its_memory(tmp_path: Path, random_base: Path) -> None:
@@ -163,12 +171,14 @@ def test_packed_rows_under_fsdp2_equal_one_worker(tmp_path: Path, random_base: P
     assert_same(two, one)
 
 
-@pytest.mark.parametrize(("weights", "recompute"), [("bf16", "full"), ("mxfp4", "selective")])
+@pytest.mark.parametrize(
+    ("weights", "experts", "recompute"), [("bf16", "eager", "full"), ("mxfp4", "auto", "selective"), ("bf16", "frozen", "none")]
+)  # fmt: skip
 def test_expert_adapters_under_fsdp2_equal_one_worker(
-    tmp_path: Path, random_base: Path, weights: str, recompute: str
+    tmp_path: Path, random_base: Path, weights: str, experts: str, recompute: str
 ) -> None:
     settings = {"lora__targets": "attention+experts", "scaling__strategy": "fsdp2"}
-    settings |= {"weights": weights, "recompute": recompute}
+    settings |= {"weights": weights, "experts": experts, "recompute": recompute}
     one, two = (make_run(tmp_path / name, random_base, **settings) for name in ("1", "2"))
     train(one, random_base)
     train(two, random_base, 2)

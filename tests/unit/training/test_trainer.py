@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
 
+import datasets
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
@@ -86,6 +87,7 @@ def test_what_really_runs_is_recorded(run: MakeRun) -> None:
         {"recompute": "full"},
         {"recompute": "selective", "weights": "mxfp4"},
         {"weights": "mxfp4"},
+        {"recompute": "selective", "experts": "frozen"},
         {"lora__targets": "all-linear"},
     ],
 )
@@ -95,13 +97,18 @@ def test_what_must_not_change_the_result(run: MakeRun, changes: dict[str, object
     assert largest_difference(adapter(changed), adapter(plain)) < 1e-4
 
 
-@pytest.mark.parametrize("recompute", ["full", "selective", "none"])
-def test_expert_adapters_train_the_same_on_packed_experts(run: MakeRun, recompute: str) -> None:
+@pytest.mark.parametrize(
+    ("weights", "experts", "recompute"),
+    [("mxfp4", "packed", "full"), ("mxfp4", "packed", "selective"), ("mxfp4", "packed", "none"), ("bf16", "frozen", "selective")],
+)  # fmt: skip
+def test_expert_adapters_train_the_same_on_our_experts(
+    run: MakeRun, weights: str, experts: str, recompute: str
+) -> None:
     plain = run("plain", lora__targets="attention+experts")
-    packed = run("packed", lora__targets="attention+experts", weights="mxfp4", recompute=recompute)
-    assert (effective(packed)["weights"], effective(packed)["recompute"]) == ("mxfp4", recompute)
-    assert losses(packed) == pytest.approx(losses(plain), abs=1e-5)
-    assert largest_difference(adapter(packed), adapter(plain)) < 1e-4
+    ours = run("ours", lora__targets="attention+experts", weights=weights, experts="frozen", recompute=recompute)
+    assert [effective(ours)[key] for key in ("weights", "experts", "recompute")] == [weights, experts, recompute]
+    assert losses(ours) == pytest.approx(losses(plain), abs=1e-5)
+    assert largest_difference(adapter(ours), adapter(plain)) < 1e-4
 
 
 def test_rows_in_a_forward_pass_do_not_matter(run: MakeRun) -> None:
@@ -237,6 +244,30 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path, random_base: Pat
     assert isinstance(caught.value, TrainingError)
     assert "learning_rate" in caught.value.hint
     assert not run_dir.adapter.exists()
+
+
+def test_a_step_that_fails_leaves_the_lines_of_those_before(tmp_path: Path, random_base: Path) -> None:
+    """Each step is logged while the next one runs."""
+    run_dir = make_run(tmp_path / "job", random_base, optim__max_steps=4)
+    broken = list(DealtBatches(18, run_dir.config().optim, 0, 1))[2 * 4 + 1][0]  # in the middle of the third step
+    rows = [dict(row) for row in load_examples(run_dir)]
+    rows[broken]["input_ids"] = [10**6] * 8
+    rows[broken]["labels"] = [10**6] * 8
+    shutil.rmtree(run_dir.data)
+    datasets.Dataset.from_list(rows).save_to_disk(str(run_dir.data))
+    with pytest.raises(IndexError):
+        train(run_dir, random_base)
+    assert [line["step"] for line in run_dir.metrics()] == [1, 2]
+
+
+def test_each_step_has_one_line_with_its_own_figures(run: MakeRun) -> None:
+    run_dir = run(optim__max_steps=6, checkpoint__every_steps=2, optim__schedule="linear")
+    lines = run_dir.metrics()
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert [line["learning_rate"] for line in lines] == pytest.approx([1e-2 * (6 - step) / 6 for step in range(6)])
+    assert [line["epoch"] for line in lines] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.2], abs=0.05)
+    state = json.loads((run_dir.checkpoints / "step-00000006" / "trainer_state.json").read_text())
+    assert [entry["step"] for entry in state["log_history"]] == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_worker_that_does_not_see_the_run_directory_says_so(tmp_path: Path, random_base: Path) -> None:
