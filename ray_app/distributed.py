@@ -32,11 +32,13 @@ class Distributed:
     def distributed(self, *args: Any, **kwargs: Any) -> list[Any]:
         """Runs the function in every worker and returns the return values by rank.
 
-        The workers have RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and so on, and torch's process group. What they print is
-        shown with their rank. Ctrl-C stops them.
+        The workers have RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and so on, the environment variables that this program set
+        itself, and torch's process group. What they print is shown with their rank; tensors that they return lie in CPU memory.
+        Ctrl-C stops them.
 
         Raises:
-            ConfigError: the cluster has not the hardware; POLYTHINK_DISTRIBUTED overrides the decorator.
+            ConfigError: the cluster has not the hardware; POLYTHINK_DISTRIBUTED overrides the decorator. Or the function uses
+                what cannot be pickled.
             TrainingError: a worker died, or the remote job did.
             Exception: what the function raised in a worker, of its own type, with rank and traceback as a note.
         """

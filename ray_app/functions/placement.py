@@ -77,13 +77,12 @@ def place(hardware: Hardware, nodes: Sequence[Mapping[str, float]]) -> Placement
     else:
         accelerator_type = _accelerator_type(hardware.gpu_type, nodes)
         having = [node for node in nodes if not accelerator_type or _resource(accelerator_type) in node]
-        gpus = int(sum(node.get("GPU", 0) for node in having))
+        gpus = _gpus(having)
         if gpus < hardware.gpus:
             kind = f"{accelerator_type} GPUs" if accelerator_type else "GPUs"
             raise ConfigError(
                 f"asked for {hardware.gpus} {kind}, and the cluster has {gpus}",
-                hint=f"{OVERRIDE}='{f'gpus={gpus}' if gpus else 'workers=2'}' runs it on "
-                f"{'what there is' if gpus else 'CPU (the function must guard its CUDA calls)'}.",
+                hint=_way_out(hardware, gpus, nodes),
                 field="gpus",
             )
         placement = Placement(hardware.gpus, gpu=True, accelerator_type=accelerator_type)
@@ -96,14 +95,34 @@ def place(hardware: Hardware, nodes: Sequence[Mapping[str, float]]) -> Placement
     return placement
 
 
+def _gpus(nodes: Sequence[Mapping[str, float]]) -> int:
+    return int(sum(node.get("GPU", 0) for node in nodes))
+
+
+def _way_out(hardware: Hardware, gpus: int, nodes: Sequence[Mapping[str, float]]) -> str:
+    """The override that runs `hardware` on `nodes`, which have `gpus` GPUs of the asked type, and maybe others."""
+    others = _gpus(nodes)
+    if gpus:
+        return f"{OVERRIDE}='gpus={gpus}' runs it on what there is."
+    if others:
+        types = ", ".join(sorted(_types(nodes))) or "others"
+        return f"{OVERRIDE}='gpus={min(others, hardware.gpus)},gpu_type=any' runs it on what there is ({types})."
+    return f"{OVERRIDE}='workers=2' runs it on CPU (the function must guard its CUDA calls)."
+
+
+def _types(nodes: Sequence[Mapping[str, float]]) -> set[str]:
+    """The accelerator types of `nodes`, as Ray spells them."""
+    prefix = _resource("")
+    return {name.removeprefix(prefix) for node in nodes for name in node if name.startswith(prefix)}
+
+
 def _accelerator_type(asked: str | None, nodes: Sequence[Mapping[str, float]]) -> str | None:
     """`asked` as the cluster spells it; None where any will do."""
     if asked is None or asked.lower() == "any":
         return None
     from ray.util import accelerators
 
-    prefix = _resource("")
-    present = {name.removeprefix(prefix) for node in nodes for name in node if name.startswith(prefix)}
+    present = _types(nodes)
     known = present | {value for name, value in vars(accelerators).items() if name.isupper() and isinstance(value, str)}
     for name in sorted(present) + sorted(known):
         if name.lower() == asked.lower():

@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TextIO
 
 from ray_app.functions.hardware import Hardware
-from ray_app.functions.packed_call import pack_call, portable
+from ray_app.functions.packed_call import early_variables, pack_call, pack_outcome, portable, unpack_call
 from ray_app.functions.placement import Placement, connect, place
 from training.errors import TrainingError
 
 ENVIRONMENT = {
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # its patched print confuses dill, which datasets fingerprints with
     "RAY_CHDIR_TO_TRIAL_DIR": "0",  # the function's relative paths are the caller's
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # a function has no checkpoint to save before its node goes
     "RAY_USAGE_STATS_ENABLED": "0",
     "TOKENIZERS_PARALLELISM": "false",
 }
@@ -64,19 +65,29 @@ def run_packed(call: bytes, hardware: Hardware) -> list[Any]:
         failure = _fit(placement, settings)
         outcomes: list[Outcome] = [pickle.loads(outcome) for outcome in ray.get(mailbox.outcomes.remote())]
         ray.kill(mailbox)
-    if failure is not None:
-        raise _worker_error(outcomes, placement.workers, failure)
-    return [outcome.value for outcome in sorted(outcomes, key=lambda outcome: outcome.rank)]
+    return _values(outcomes, placement.workers, failure)
 
 
 def _fit(placement: Placement, settings: dict[str, Any]) -> BaseException | None:
     """Runs the workers; returns Ray Train's error when one failed."""
-    from ray.train import RunConfig, ScalingConfig
-    from ray.train.torch import TorchConfig, TorchTrainer
+    from ray._private.worker import get_dashboard_url
+    from ray.train.torch import TorchConfig
+    from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
+    from ray.train.v2.api.config import RunConfig, ScalingConfig
     from ray.train.v2.api.exceptions import TrainingFailedError
+    from ray.train.v2.torch.torch_trainer import TorchTrainer
 
+    class Trainer(TorchTrainer):
+        def _create_default_callbacks(self) -> list[Any]:
+            """Without the one that asks the dashboard every second, and complains where there is none."""
+            defaults = super()._create_default_callbacks()
+            if get_dashboard_url():
+                return defaults
+            return [each for each in defaults if not isinstance(each, PlacementGroupCleanerCallback)]
+
+    hidden = {} if placement.gpu else {"CUDA_VISIBLE_DEVICES": ""}  # Ray hides no GPU from who asks for none
     with tempfile.TemporaryDirectory(prefix="polythink-") as storage, _sigint_restored():
-        trainer = TorchTrainer(
+        trainer = Trainer(
             _work,
             train_loop_config=settings,
             scaling_config=ScalingConfig(
@@ -87,7 +98,10 @@ def _fit(placement: Placement, settings: dict[str, Any]) -> BaseException | None
                 placement_strategy="PACK",
             ),
             torch_config=TorchConfig(backend="nccl" if placement.gpu else "gloo"),
-            run_config=RunConfig(storage_path=storage),
+            run_config=RunConfig(
+                storage_path=storage,
+                worker_runtime_env={"env_vars": early_variables(settings["call"]) | hidden},
+            ),
         )
         try:
             trainer.fit()
@@ -123,7 +137,7 @@ def _work(settings: dict[str, Any]) -> None:
 
 def _call(call: bytes, rank: int) -> Outcome:
     try:
-        function, args, kwargs = pickle.loads(call)
+        function, args, kwargs = unpack_call(call)
         return Outcome(rank, value=function(*args, **kwargs))
     except BaseException as error:  # whatever it is, the caller sees it
         below = error.__traceback__.tb_next if error.__traceback__ else None  # without this frame
@@ -145,7 +159,7 @@ def _packed(outcome: Outcome) -> bytes:
     from ray import cloudpickle
 
     try:
-        packed = cloudpickle.dumps(outcome._replace(error=outcome.error and portable(outcome.error)))
+        packed = pack_outcome(outcome._replace(error=outcome.error and portable(outcome.error)))
         pickle.loads(packed)
     except Exception as fault:  # any: pickling runs the object's own code
         what = f"raised {outcome.error!r}" if outcome.error else f"returned a {type(outcome.value).__name__}"
@@ -195,7 +209,18 @@ class _RankPrefix:
 # In the caller
 
 
-def _worker_error(outcomes: Sequence[Outcome], workers: int, failure: BaseException) -> BaseException:
+def _values(outcomes: Sequence[Outcome], workers: int, failure: BaseException | None) -> list[Any]:
+    """The values by rank; raises what a rank raised, or what kept its value from travelling.
+
+    Args:
+        failure: Ray Train's own error.
+    """
+    if failure is not None or any(outcome.error is not None for outcome in outcomes):
+        raise _worker_error(outcomes, workers, failure)
+    return [outcome.value for outcome in sorted(outcomes, key=lambda outcome: outcome.rank)]
+
+
+def _worker_error(outcomes: Sequence[Outcome], workers: int, failure: BaseException | None) -> BaseException:
     """The function's own error, of the rank that failed first; peers whose connection broke off came after it."""
     failed = [outcome for outcome in outcomes if outcome.error is not None]
     for outcome in sorted(failed, key=_is_echo):

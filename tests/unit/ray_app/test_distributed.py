@@ -1,6 +1,7 @@
 """What `@distributed` asks for, where it finds a place, what it sends, and which error it shows. No Ray is started."""
 
 import io
+import os
 import pickle
 import subprocess
 import sys
@@ -13,9 +14,9 @@ import pytest
 from ray_app import distributed
 from ray_app.distributed import Distributed
 from ray_app.functions.hardware import Hardware
-from ray_app.functions.packed_call import pack_call
+from ray_app.functions.packed_call import early_variables, pack_call, unpack_call
 from ray_app.functions.placement import Placement, place
-from ray_app.functions.workers import Outcome, _call, _packed, _RankPrefix, _worker_error
+from ray_app.functions.workers import Outcome, _call, _packed, _RankPrefix, _values, _worker_error
 from training.errors import ConfigError, TrainingError
 
 H100_NODE = {"CPU": 16.0, "GPU": 8.0, "accelerator_type:H100": 1.0}
@@ -93,6 +94,22 @@ def test_what_the_cluster_lacks_is_said(hardware: Hardware, nodes: list[dict[str
         place(hardware, nodes)
 
 
+@pytest.mark.parametrize(
+    ("hardware", "nodes", "override"),
+    [
+        (Hardware(gpus=8), [CPU_NODE], "workers=2"),
+        (Hardware(gpus=16), [H100_NODE], "gpus=8"),
+        (Hardware(gpus=4, gpu_type="a100"), [H100_NODE], "gpus=4,gpu_type=any"),
+        (Hardware(gpus=16, gpu_type="a100"), [H100_NODE, CPU_NODE], "gpus=8,gpu_type=any"),
+    ],
+)
+def test_the_way_out_finds_a_place(hardware: Hardware, nodes: list[dict[str, float]], override: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        place(hardware, nodes)
+    assert f"POLYTHINK_DISTRIBUTED='{override}'" in caught.value.hint
+    assert place(hardware.overridden(override), nodes).workers <= max(2, hardware.gpus)
+
+
 def test_a_function_and_the_modules_beside_it_travel_by_value(tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("FACTOR = 3\ndef times(number):\n    return FACTOR * number\n")
     (tmp_path / "far_away.py").write_text("import beside\ndef work(number):\n    return beside.times(number) + 1\n")
@@ -102,17 +119,48 @@ def test_a_function_and_the_modules_beside_it_travel_by_value(tmp_path: Path) ->
         "sys.stdout.buffer.write(pack_call(far_away.work, (5,), {}))"
     )
     packed = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, timeout=60, check=True)
-    function, args, kwargs = pickle.loads(packed.stdout)  # this process has neither module
+    function, args, kwargs = unpack_call(packed.stdout)  # this process has neither module
     assert "far_away" not in sys.modules
     assert function(*args, **kwargs) == 16
 
 
 def test_a_closure_travels_by_value() -> None:
     offset = 7
-    function, args, kwargs = pickle.loads(
+    function, args, kwargs = unpack_call(
         pack_call(lambda number, *, times: number * times + offset, (5,), {"times": 2})
     )
     assert function(*args, **kwargs) == 17
+
+
+def test_what_this_program_set_in_its_environment_travels_but_for_what_is_each_workers_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SET_IN_A_CELL", "yes")
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    for name in ("RANK", "MASTER_ADDR", "CUDA_VISIBLE_DEVICES", "RAY_ADDRESS"):
+        monkeypatch.setenv(name, "the caller's")
+    call = pack_call(print, (), {})
+    early = early_variables(call)
+    assert (early["NCCL_DEBUG"], early.get("SET_IN_A_CELL")) == ("INFO", None)
+    variables, _ = pickle.loads(call)
+    assert variables["SET_IN_A_CELL"] == "yes"
+    assert "the caller's" not in variables.values()
+    assert "PATH" not in variables, "which was there when this process began"
+    monkeypatch.setenv("SET_IN_A_CELL", "of a worker that ran a call before")
+    unpack_call(pickle.dumps((variables, pickle.dumps((print, (), {})))))
+    assert os.environ["SET_IN_A_CELL"] == "yes"
+
+
+def test_what_cannot_be_sent_to_the_workers_is_named() -> None:
+    lock = threading.Lock()
+
+    def train(steps: int, progress: object) -> bool:
+        return lock.locked()
+
+    with pytest.raises(ConfigError, match=r"train cannot be sent to the workers, as 'lock' cannot be pickled"):
+        pack_call(train, (3,), {"progress": None})
+    with pytest.raises(ConfigError, match=r"as 'progress' cannot be pickled"):
+        pack_call(print, (3,), {"progress": lock})
 
 
 def test_every_line_opens_with_the_rank() -> None:
@@ -154,6 +202,9 @@ def test_a_value_that_cannot_travel_becomes_an_error() -> None:
     assert outcome.rank == 1
     assert isinstance(outcome.error, TrainingError)
     assert "rank 1 returned a lock, which cannot be pickled" in str(outcome.error)
+    with pytest.raises(TrainingError, match="rank 1 returned a lock"):  # though no worker failed, by Ray Train
+        _values([Outcome(0, value=3), outcome], 2, None)
+    assert _values([Outcome(1, value=4), Outcome(0, value=3)], 2, None) == [3, 4]
 
 
 def test_a_worker_that_exits_does_not_end_the_callers_program() -> None:
