@@ -68,15 +68,21 @@ def assert_follows(found: list[float], reference: list[float], share: float) -> 
     """Step by step, and on average within a fifth of that, within `share` of the first loss: of the small losses at the end
     of a run that learns its rows by heart, what rounding began is a large part."""
     apart = [abs(one - other) / reference[0] for one, other in zip(found, reference, strict=True)]
-    assert max(apart) < share, list(zip(found, reference, strict=True))
+    assert max(apart) < share, [f"{one:.3f} {other:.3f}" for one, other in zip(found, reference, strict=True)]
     assert abs(fmean(found) - fmean(reference)) < 0.2 * share * reference[0]
 
 
 def test_fifty_steps_follow_the_reference_recipe(tmp_path: Path, base: Path, ours: list[float]) -> None:
-    on_cpu = {} if ON_GPU else {"attention": "eager", "experts": "eager"}
+    """Within 5 % of the first loss, or within twice what transformers' own two ways to compute experts are apart: in bf16 a
+    router now and then chooses another expert, and steps on the same eight rows make more of it."""
+    on_cpu = {} if ON_GPU else {"attention": "eager"}
     reference = run(tmp_path / "reference", base, 50, **REFERENCE | on_cpu)
     assert reference[-1] < reference[0] - 0.2, "it learns, so that there is something to follow"
-    assert_follows(ours, reference, 0.05)
+    other = run(tmp_path / "other", base, 50, **REFERENCE | on_cpu | {"experts": "grouped_mm"})
+    apart = max(abs(one - two) for one, two in zip(other, reference, strict=True)) / reference[0]
+    print(f"transformers' two ways are {apart:.4f} of the first loss apart")
+    assert_follows(ours[:10], reference[:10], 0.05)
+    assert_follows(ours, reference, max(0.05, 2 * apart))
 
 
 @pytest.mark.parametrize(
