@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -15,10 +16,11 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ReplicaState
 
 from ray_app.generator.metrics import GeneratorMetrics
+from ray_app.generator.pacing import paced
 from ray_app.generator.scaling import autoscaling_config, check_scale
 from ray_app.generator.settings import GeneratorSettings
 from ray_app.loopback import keep_replica_on_loopback
-from serving.answers.generation import Event, GenerateAnswer, GenerateRequest, Started
+from serving.answers.generation import Event, GenerateRequest, Started
 from serving.deployment import DEPLOYMENT_FILE, Deployment, DeployRequest, read_choice
 from serving.engines.engine import OverloadedError
 from serving.errors import UnavailableError
@@ -80,17 +82,16 @@ class GeneratorReplica:
             request_timeout_s=settings.request_timeout_s,
             observe=GeneratorMetrics().observe,
         )
+        self._stream_interval_s = settings.stream_interval_s
         await self.generator.start()
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[list[Event], None]:
-        """Events as they come, or all at the end when nobody reads them before: every item costs both sides a millisecond."""
+        """Lists of events; without `request.stream` the last one holds the answer."""
         yield []  # a replica has the request
-        held: list[Event] = []
-        async for event in self.generator.generate(request):
-            held.append(event)
-            if request.stream or isinstance(event, GenerateAnswer):
-                yield held
-                held = []
+        interval_s = self._stream_interval_s if request.stream else None
+        async with aclosing(paced(self.generator.generate(request), interval_s)) as lists:
+            async for events in lists:
+                yield events
 
     async def deployment(self) -> Deployment:
         return await self.generator.deployment()

@@ -31,6 +31,8 @@ class GeneratorSettings(BaseModel):
     """LoRA adapters in memory per model (`adapter:ID`), served unmerged and together."""
     max_adapter_rank: int = Field(default=64, ge=1)
     """Largest rank of those; memory is reserved for it once the first adapter is asked for."""
+    stream_interval_s: float = Field(default=0.04, ge=0, le=10)
+    """Shortest time between two pieces of a streamed answer after its first; 0 sends each token as it comes."""
     context_length: int | None = Field(default=None, ge=16)
     """Most tokens of prompt and output; None is the model's own."""
     replica_timeout_s: float = Field(default=60, gt=0)
