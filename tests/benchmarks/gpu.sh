@@ -19,6 +19,7 @@ for recipe in "${warm[@]}"; do
   timeout 150 "${bench[@]}" --layers 2 --steps 2 --warm-up 1 --recipes "$recipe" "$@" > /dev/null 2>&1 &
 done
 workers=$("$python" -c 'import xdist' 2> /dev/null && echo "-n 7")
-timeout --kill-after=5 200 "$python" -m pytest -m gpu tests/gpu $workers -q -W default --disable-warnings --durations=10 2>&1 | tee "$out/tests.txt"
+# test_distributed.py starts a Ray cluster, and takes two minutes more: run it by itself
+timeout --kill-after=5 200 "$python" -m pytest -m gpu tests/gpu --ignore tests/gpu/test_distributed.py $workers -q -W default --disable-warnings --durations=10 2>&1 | tee "$out/tests.txt"
 wait
 timeout --kill-after=5 330 "${bench[@]}" --profile --limit-s 280 --out "$out/training.json" --recipes "${recipes[@]}" "$@" 2>&1 | tee "$out/training.txt"
