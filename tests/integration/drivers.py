@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,6 +98,7 @@ def driving(
         "POLYTHINK_HOME": str(home),
         "CUDA_VISIBLE_DEVICES": "",
         "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
+        "RAY_worker_niceness": "0",  # at Ray's 15, two busy processes leave its workers 3 % of two cores
     }
     environment.pop("RAY_ADDRESS", None)
     if address:
@@ -116,10 +117,12 @@ def driving(
         yield driver
     finally:
         driver.look()
-        for each in (psutil.Process(process.pid) if psutil.pid_exists(process.pid) else None, *driver.seen.values()):
-            if each is not None and each.is_running():
+        process.kill()
+        for each in driver.seen.values():
+            with suppress(psutil.NoSuchProcess):  # Ray's end by themselves, one after the other, while they are killed
                 each.kill()
         process.wait()
+        driver.left_over()  # until they are gone: one that is in a system call may still write
 
 
 def wait_until(happened: Callable[[], Any], what: str, timeout_s: float = WAIT_S) -> None:

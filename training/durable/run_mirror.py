@@ -1,7 +1,9 @@
 """A run directory's copy at the storage URL (`training.durable.storage`): who pushes what, and what comes back where.
 
-The driver pushes what it prepared and how it ended. Rank 0, which may be on another node, pushes checkpoints, progress and the
-adapter, in this order of importance. A node that has not got the run directory, or lost it, pulls it.
+The driver pushes what it prepared and how it ended. Rank 0, which may be on another node, pushes metrics, progress, checkpoints
+and the adapter. A node that has not got the run directory, or lost it, pulls it.
+
+Where a checkpoint is, there are the metrics of every step up to it: they are pushed before it and pulled after it.
 """
 
 import fcntl
@@ -12,10 +14,11 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from training.durable.storage import Mirror, storage_url
 from training.errors import StorageError
-from training.run_dir import RunDir, polythink_home
+from training.run_dir import RunDir, polythink_home, write_json
 
 EVERY_S = 5.0
 """Between two looks at what changed while a run trains."""
@@ -30,6 +33,7 @@ class RunMirror:
         self.run_dir = run_dir
         self.url = f"{url}/runs/{run_dir.id}"
         self.copy = Mirror(run_dir.root, self.url)
+        self._pushing_small = threading.Lock()
 
     @classmethod
     def of(cls, run_dir: RunDir) -> "RunMirror | None":
@@ -39,8 +43,7 @@ class RunMirror:
 
     @property
     def _small(self) -> tuple[Path, ...]:
-        run_dir = self.run_dir
-        return (run_dir.metrics_path, run_dir.effective_path, run_dir.log_path, run_dir.progress_path)
+        return (self.run_dir.metrics_path, self.run_dir.effective_path, self.run_dir.log_path)
 
     @property
     def _inputs(self) -> tuple[Path, ...]:
@@ -54,20 +57,23 @@ class RunMirror:
 
     def restore(self) -> None:
         """Brings back a run that went on elsewhere, or whose directory here is gone."""
-        if self._is_ahead():
+        if self._newer_progress():
             self.copy.pull(*self._inputs, self.run_dir.adapter)
             self._pull_checkpoints(self.checkpoints())
-            self.copy.pull(*self._small)  # last: it says that all is here
+            self._follow()
             logger.info("Restored %s from %s", self.run_dir.root, self.url)
 
     def push_inputs(self, probe: Path) -> None:
         """What workers begin with."""
-        self.copy.push(*self._inputs, *self._small, probe)
+        self.copy.push(*self._inputs)
+        self._push_small()
+        self.copy.push(probe)
 
     def push_outcome(self) -> None:
         """All there is but checkpoints. A failure changes nothing: the outcome is known here."""
         with _only_warning(f"how {self.run_dir.id} ended has no copy"):
-            self.copy.push(*self._inputs, self.run_dir.adapter, self.run_dir.result_path, *self._small)
+            self.copy.push(*self._inputs, self.run_dir.adapter, self.run_dir.result_path)
+            self._push_small()
 
     @contextmanager
     def followed(self) -> Iterator[None]:
@@ -79,13 +85,19 @@ class RunMirror:
             self.copy.pull(self.run_dir.adapter)
 
     def _follow(self) -> None:
-        if self._is_ahead():
+        """Brings what is newer there. The progress is read first and written last: it says that all up to it is here."""
+        if progress := self._newer_progress():
             self.copy.pull(*self._small)
+            write_json(self.run_dir.progress_path, progress)
 
-    def _is_ahead(self) -> bool:
-        """Whether the copy was written to later than the directory here."""
-        there = json.loads(self.copy.read(self.run_dir.progress_path) or b"{}")
-        return bool(there.get("updated_at", 0) > self.run_dir.progress().get("updated_at", 0))
+    def _newer_progress(self) -> dict[str, Any]:
+        """The copy's, when it was written later than the directory here, else {}."""
+        there: dict[str, Any] = json.loads(self.copy.read(self.run_dir.progress_path) or b"{}")
+        return there if there.get("updated_at", 0) > self.run_dir.progress().get("updated_at", 0) else {}
+
+    def _push_small(self) -> None:
+        with self._pushing_small:  # of two threads, the one that read earlier could write later
+            self.copy.push(*self._small, self.run_dir.progress_path)
 
     # workers
 
@@ -96,12 +108,11 @@ class RunMirror:
                 return True  # another worker of this node was first
             if self.copy.read(probe) != expected.encode():
                 return False
-            # with the metrics so far: this node's are pushed over them
-            self.copy.pull(*self._inputs, self.run_dir.metrics_path, self.run_dir.progress_path, probe)
+            self.copy.pull(*self._inputs, probe)
         return True
 
     def bring_checkpoints(self, *wanted: Path) -> None:
-        """Brings those of `wanted`, or of all, that this node has not got.
+        """Brings those of `wanted` that this node has not got; by default all, and the metrics so far, which rank 0 goes on from.
 
         Raises:
             StorageError: one of `wanted` is not there whole.
@@ -111,6 +122,7 @@ class RunMirror:
                 self.copy.pull(*[path for path in wanted if not path.exists()])
             else:
                 self._pull_checkpoints([path for path in self.checkpoints() if not path.exists()])
+                self._follow()
 
     def _pull_checkpoints(self, paths: Iterable[Path]) -> None:
         """Each for itself: one that is damaged, or deleted meanwhile, leaves the others to go on from."""
@@ -121,7 +133,8 @@ class RunMirror:
     def push_checkpoint(self, checkpoint: Path) -> None:
         """A whole checkpoint; those that are kept no more go. A failure is for the next one to mend."""
         with _only_warning(f"{checkpoint.name} has no copy"):
-            self.copy.push(checkpoint, *self._small)
+            self._push_small()
+            self.copy.push(checkpoint)
             for old in self.checkpoints():
                 if not old.exists():
                     self.copy.delete(old)
@@ -129,11 +142,12 @@ class RunMirror:
     @contextmanager
     def pushing(self) -> Iterator[None]:
         """Pushes progress while rank 0 trains."""
-        with _repeating(lambda: self.copy.push(*self._small)):
+        with _repeating(self._push_small):
             yield
 
     def push_adapter(self) -> None:
-        self.copy.push(self.run_dir.adapter, self.run_dir.evaluation, *self._small)
+        self.copy.push(self.run_dir.adapter, self.run_dir.evaluation)
+        self._push_small()
 
     # the service
 

@@ -87,10 +87,10 @@ class Mirror:
     def read(self, path: Path) -> bytes | None:
         """A file's content there; None when it is not there."""
         with self._at(path) as (store, key):
-            if not store.get_file_info(key).is_file:
-                return None
-            with store.open_input_stream(key) as stream:
-                return bytes(stream.read())
+            if store.get_file_info(key).is_file:
+                with _unless_gone(store, key), store.open_input_stream(key) as stream:
+                    return bytes(stream.read())
+        return None
 
     def directories(self, path: Path) -> list[Path]:
         """The whole directories there below `path`, by name."""
@@ -139,10 +139,11 @@ class Mirror:
         from pyarrow.fs import LocalFileSystem, copy_files
 
         with self._at(path) as (store, key):
-            if not store.get_file_info(key).is_file:
-                return False
-            copy_files(key, str(to), store, LocalFileSystem(), use_threads=False)
-        return True
+            if store.get_file_info(key).is_file:
+                with _unless_gone(store, key):
+                    copy_files(key, str(to), store, LocalFileSystem(), use_threads=False)
+                    return True
+        return False
 
     @contextmanager
     def _at(self, path: Path) -> Iterator[tuple["FileSystem", str]]:
@@ -156,6 +157,16 @@ class Mirror:
                 f"{self.url}/{name}: {error}",
                 hint=f"Does {VARIABLE} answer, from this node and with these credentials?",
             ) from error
+
+
+@contextmanager
+def _unless_gone(store: "FileSystem", key: str) -> Iterator[None]:
+    """Lets a read end without error where its file was deleted meanwhile: asked afterwards, since drivers have several errors for it."""
+    try:
+        yield
+    except OSError:
+        if store.get_file_info(key).is_file:
+            raise
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 import shutil
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from tests.unit.training.runs import adapter, largest_difference, losses, make_r
 from training.__main__ import open_or_create
 from training.durable import checkpoints
 from training.durable.run_mirror import RunMirror, keep_upload
-from training.durable.storage import VARIABLE, open_url
+from training.durable.storage import VARIABLE, Mirror, open_url
 from training.errors import StorageError
 from training.run_dir import Phase, RunDir
 from training.worker import PROBE, train_loop
@@ -104,6 +105,52 @@ def _train_on_own_node(nodes: Path, url: str, base: Path) -> None:
 
     open_url.cache_clear()  # made before this process was forked
     train_at(url, RunDir(nodes / str(dist.get_rank()) / "job"), base)
+
+
+@pytest.mark.parametrize("pushed", range(5))
+def test_wherever_a_push_is_cut_short_the_metrics_reach_the_newest_checkpoint(
+    tmp_path: Path, random_base: Path, url: str, monkeypatch: pytest.MonkeyPatch, pushed: int
+) -> None:
+    """It goes on from there: a step before it that has no line then would never get one."""
+    run_dir, mirror = prepared(tmp_path / "runs" / "job", random_base)
+    mirror.push_checkpoint(train_a_step(run_dir, 1))
+    push_file = Mirror._push_file
+    files = iter(range(pushed))
+
+    def die(self: Mirror, path: Path) -> None:
+        if next(files, None) is None:
+            raise KeyboardInterrupt
+        push_file(self, path)
+
+    with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+        patch.setattr(Mirror, "_push_file", die)
+        mirror.push_checkpoint(train_a_step(run_dir, 2))
+    shutil.rmtree(run_dir.root)
+    mirror.bring_config()
+    mirror.restore()
+    newest = checkpoints.newest(run_dir.checkpoints)
+    assert newest is not None
+    assert run_dir.metrics()[-1]["step"] >= checkpoints.step_of(newest)
+
+
+def test_rank_0_that_comes_back_to_a_node_goes_on_from_what_it_did_on_another(
+    tmp_path: Path, random_base: Path, url: str
+) -> None:
+    prepared(tmp_path / "driver" / "job", random_base)
+    for step, node in enumerate(("one", "other", "one"), 1):
+        run_dir = RunDir(tmp_path / node / "job")
+        mirror = RunMirror(run_dir, url)
+        assert mirror.bring(run_dir.root / PROBE, "probe")
+        mirror.bring_checkpoints()
+        assert [line["step"] for line in run_dir.metrics()] == list(range(1, step))
+        mirror.push_checkpoint(train_a_step(run_dir, step))
+
+
+def train_a_step(run_dir: RunDir, step: int) -> Path:
+    """What rank 0 leaves on its disk after a step, and its checkpoint."""
+    run_dir.append_metrics({"step": step})
+    run_dir.write_progress(Phase.RUNNING, step=step)
+    return checkpoints.save(run_dir.checkpoints, step, {"adapter": bytes([step])}, keep=2)
 
 
 def test_a_node_that_sees_neither_disk_nor_url_says_so(tmp_path: Path, random_base: Path, url: str) -> None:

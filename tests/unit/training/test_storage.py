@@ -1,11 +1,14 @@
 """Copies at an URL: whole or not there, on S3, through Arrow's drivers and fsspec's."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from pyarrow.fs import FileSystem
 
 from tests.unit.training.object_store import bucket
+from training.durable import storage
 from training.durable.storage import MARKER, Mirror, open_url
 from training.errors import StorageError
 
@@ -124,6 +127,29 @@ def test_a_directory_that_is_being_deleted_is_never_seen_in_part(mirror: Mirror,
         other.pull(other.local / "adapter")
     assert [path.name for path in other.local.rglob("*")] == ["adapter", "weights"]
     assert (other.local / "adapter" / "weights").read_text() == "of before"
+
+
+def test_a_file_that_is_deleted_while_it_is_read_is_not_there(
+    mirror: Mirror, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As are the markers of checkpoints that rank 0 keeps no more, while another process looks which there are."""
+    checkpoint = mirror.local / "checkpoints" / "step-1"
+    unless_gone = storage._unless_gone
+
+    @contextmanager
+    def delete_first(store: FileSystem, key: str) -> Iterator[None]:
+        with unless_gone(store, key):
+            store.delete_file(key)
+            yield
+
+    mirror.push(write(checkpoint / "weights", "one").parent)
+    other = elsewhere(mirror, tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "_unless_gone", delete_first)
+        assert mirror.directories(checkpoint.parent) == []
+        other.pull(other.local / "checkpoints" / "step-1" / "weights")
+    assert list(other.local.rglob("*.*")) == []
+    assert mirror.read(checkpoint / "weights") is None
 
 
 def test_an_empty_directory_is_not_there(mirror: Mirror, tmp_path: Path) -> None:
