@@ -2,10 +2,11 @@
 
 import asyncio
 import time
-from pathlib import Path
+from contextlib import suppress
 from typing import Any
 
 import httpx
+import psutil
 
 from tests.benchmarks.serving.load import Service, ask, connect
 
@@ -65,12 +66,9 @@ async def deploy(http: httpx.AsyncClient, name: str) -> None:
 
 
 def generator_rss_mib() -> float:
-    """Resident memory of the generator's replica, found among this machine's processes by its title."""
-    for status in Path("/proc").glob("[0-9]*/status"):
-        try:
-            if "GeneratorReplic" in (status.parent / "cmdline").read_text():
-                lines = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
-                return int(lines["VmRSS"].split()[0]) / 1024
-        except (FileNotFoundError, ProcessLookupError):
-            continue
+    """Resident memory of the generator's replica, found among this process's own by its title."""
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if "ServeReplica:default:generator" in " ".join(process.cmdline()):
+                return float(process.memory_info().rss / 2**20)
     raise LookupError("no process of the generator's replica")
