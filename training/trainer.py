@@ -189,6 +189,7 @@ class Trainer(SFTTrainer):
         return 0
 
     def train(self, *args: Any, **options: Any) -> Any:
+        self.measures.begin()
         try:
             return super().train(*args, **options)
         finally:

@@ -15,9 +15,12 @@ from training.errors import ConfigError
 
 _OURS = {"ray_app", "training", "serving", "configs"}
 """Installed wherever Polythink is."""
-_WORKERS_OWN = ("RAY_", "CUDA_VISIBLE_DEVICES", "RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "NODE_RANK")
-"""How the variables begin that are set for each worker."""
-_READ_EARLY = ("CUDA_", "NCCL_", "OMP_", "PYTORCH_", "TORCH")
+_WORKERS_OWN = {
+    *("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("CUDA_VISIBLE_DEVICES", "MPLBACKEND"),
+}
+"""Variables that are set for each worker, as all of Ray's are; and Jupyter's for its own process, which draws into the notebook."""
+_READ_EARLY = ("CUBLAS_", "CUDA_", "GLOO_", "MKL_", "NCCL_", "OMP_", "OPENBLAS_", "PYTORCH_", "TORCH")
 """How the variables begin that a process, or its CUDA, reads once: before it has the call."""
 
 
@@ -29,14 +32,14 @@ def pack_call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
     """
     from ray import cloudpickle
 
-    modules = _modules_beside(function)
+    modules, variables = _modules_beside(function), _set_here()
     for module in modules:
         cloudpickle.register_pickle_by_value(module)
     try:
-        return pickle.dumps((_set_here(), cloudpickle.dumps((function, tuple(args), dict(kwargs)))))
+        return pickle.dumps((variables, cloudpickle.dumps((function, tuple(args), dict(kwargs)))))
     except Exception as fault:  # any: pickling runs the objects' own code
         name = getattr(function, "__qualname__", "the function")
-        culprits = [repr(key) for key, value in _named(function, kwargs).items() if not _travels(value)]
+        culprits = [repr(key) for key, value in _named(function, args, kwargs).items() if not _travels(value)]
         raise ConfigError(
             f"{name} cannot be sent to the workers, as {' and '.join(culprits) or 'something that it uses'} "
             f"cannot be pickled: {fault}",
@@ -62,22 +65,33 @@ def early_variables(call: bytes) -> dict[str, str]:
 
 
 def _set_here() -> dict[str, str]:
-    """Environment variables that this program set since it started, as notebooks do in a cell."""
-    lines = Path("/proc/self/environ").read_bytes().split(b"\0")
+    """Environment variables that this program set since it started, as notebooks do in a cell; {} where that cannot be told."""
+    try:
+        lines = Path("/proc/self/environ").read_bytes().split(b"\0")
+    except OSError:  # not Linux
+        return {}
     before = dict(os.fsdecode(line).split("=", 1) for line in lines if b"=" in line)
+    if "PATH" not in before:  # a process that changed its title, as Ray's workers do, wrote it there
+        return {}
     return {
         name: value
         for name, value in os.environ.items()
-        if before.get(name) != value and not name.startswith(_WORKERS_OWN)
+        if before.get(name) != value and name not in _WORKERS_OWN and not name.startswith("RAY_")
     }
 
 
-def _named(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def _named(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """What a call refers to by name."""
-    if not inspect.isfunction(function):
-        return dict(kwargs)
-    variables = inspect.getclosurevars(function)
-    return {**variables.globals, **variables.nonlocals, **kwargs}
+    found: dict[str, Any] = {}
+    try:
+        variables = inspect.getclosurevars(function)
+        found |= {**variables.globals, **variables.nonlocals}
+    except (TypeError, ValueError):  # not a function, or a variable that has no value yet
+        pass
+    try:
+        return {**found, **inspect.signature(function).bind_partial(*args, **kwargs).arguments}
+    except (TypeError, ValueError):  # arguments that do not fit: the worker will say so
+        return found | dict(kwargs)
 
 
 def _travels(value: Any) -> bool:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from serving.engines.adapters import NO_ADAPTER, AdapterBank
 from serving.engines.engine import Chunk, FinishReason, Sampling, TokenLogprobs
 from serving.engines.kv_cache import KeyValueCache
-from serving.engines.recorded import RecordedSteps
+from serving.engines.recorded import RecordedSteps, is_recordable
 from serving.engines.sampling import Sampler, logprobs, sample
 
 # Prompt tokens read per round, padding included: running sequences wait no longer than that for their next token, and
@@ -93,7 +93,7 @@ class Batch:
         self._adapters = adapters
         self._cache = KeyValueCache(model.config, model.dtype, model.device, cache_tokens)
         self._recorded: RecordedSteps | None = None  # elsewhere rows in excess would only cost
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and is_recordable(model):
             self.record()
         self._rows: list[RunningSequence] = []
         self._decoding = 0
@@ -128,6 +128,8 @@ class Batch:
         """Drops all sequences and the cache, which a failure may have left half grown; returns the sequences."""
         dropped, self._rows, self._decoding = self._rows, [], 0
         self._cache.drop()
+        if self._recorded:
+            self._recorded.forget()
         return dropped
 
     def record(self) -> None:

@@ -1,10 +1,11 @@
 """Decoding steps as CUDA graphs: one launch for a step, where its 1,500 kernels would take longer to launch than to run."""
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from serving.engines.adapters import NO_ADAPTER
 from serving.engines.kv_cache import KeyValueCache
@@ -16,6 +17,13 @@ Step = Callable[[Tensor, Tensor, int, Tensor | None], Tensor]
 each row's slot [R] of its adapter, None when none has one."""
 
 _FEWEST_VISIBLE = 256
+_ONE_AT_A_TIME = threading.Lock()
+"""A process may record one graph at a time, and each model decodes on a thread of its own."""
+
+
+def is_recordable(model: nn.Module) -> bool:
+    """Whether no layer waits for the device, as transformers' loop over experts does: known of gpt-oss with packed experts."""
+    return any(type(module).__name__ == "PackedExperts" for module in model.modules())
 
 
 class RecordedSteps:
@@ -34,6 +42,13 @@ class RecordedSteps:
         self._step, self._cache, self._device, self._record = step, cache, device, record
         self._recorded: dict[tuple[int, int, bool], _Recording | None] = {}
         self._version = cache.version
+        self._short_at = -1  # the cache's version at which there was no memory for a recording
+        self._place: _Place | None = None  # of all recordings
+
+    def forget(self) -> None:
+        """Drops the recordings and their memory."""
+        self._recorded.clear()
+        self._place = None
 
     def __call__(self, tokens: Sequence[int], positions: Sequence[int], slots: Sequence[int]) -> Tensor:
         """Logits [B, vocabulary], to be read before the next call.
@@ -52,10 +67,10 @@ class RecordedSteps:
 
     def _run(self, inputs: Tensor, visible: int, adapted: bool) -> Tensor:
         if self._version != self._cache.version:
-            self._recorded.clear()
+            self.forget()
             self._version = self._cache.version
         key = (inputs.shape[1], visible, adapted)
-        if not self._record or key not in self._recorded:
+        if not self._record or self._short_at == self._version or key not in self._recorded:
             self._recorded[key] = None
             return self._as_it_is(inputs.to(self._device), visible, adapted)
         recording = self._recorded[key]
@@ -70,22 +85,42 @@ class RecordedSteps:
         return self._step(tokens, positions, visible, slots if adapted else None)
 
     def _recording_of(self, inputs: Tensor, visible: int, adapted: bool) -> "_Recording | None":
-        """None where the model waits for the device, such as in transformers' loop over experts: it cannot be recorded."""
+        """None where that fails."""
+        self._place = self._place or _Place(self._device)
         try:
-            return _Recording(lambda held: self._as_it_is(held, visible, adapted), inputs.to(self._device))
+            return _Recording(lambda held: self._as_it_is(held, visible, adapted), inputs.to(self._device), self._place)
+        except torch.OutOfMemoryError:  # there may be room when the cache has become another
+            self._short_at = self._version
+            self.forget()
         except RuntimeError as error:
             logger.warning("decoding runs without CUDA graphs: %s", str(error).splitlines()[0])
             self._record = False
-            return None
+            self.forget()
+        return None
+
+
+class _Place:
+    """Where recordings are made: a stream of their own, and one pool of memory, as no two of them run at once."""
+
+    def __init__(self, device: torch.device):
+        self.stream = torch.cuda.Stream(device)
+        self.pool = torch.cuda.graph_pool_handle()
 
 
 class _Recording:
-    def __init__(self, step: Callable[[Tensor], Tensor], inputs: Tensor):
+    def __init__(self, step: Callable[[Tensor], Tensor], inputs: Tensor, place: _Place):
         self._inputs = inputs
         self._graph = torch.cuda.CUDAGraph()
-        # of this thread alone: another one may be loading a model meanwhile
-        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-            self._logits = step(self._inputs)
+        before = torch.cuda.current_stream()
+        try:
+            # of this thread alone: another one may be loading a model meanwhile
+            with (
+                _ONE_AT_A_TIME,
+                torch.cuda.graph(self._graph, pool=place.pool, stream=place.stream, capture_error_mode="thread_local"),
+            ):
+                self._logits = step(self._inputs)
+        finally:
+            torch.cuda.set_stream(before)  # which torch leaves undone when a recording fails
 
     def replay(self, inputs: Tensor) -> Tensor:
         self._inputs.copy_(inputs)

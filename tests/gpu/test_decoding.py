@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from serving.engines.adapters import AdapterBank
 from serving.engines.attention import use_grouped_attention
 from serving.engines.batch import Batch, RunningSequence
 from serving.engines.engine import Sampling
+from serving.engines.kv_cache import KeyValueCache
 from serving.engines.norms import use_fused_norms
+from serving.engines.recorded import RecordedSteps
 from serving.engines.transformers_engine import TransformersEngine
 from tests.benchmarks.training.checkpoint import write_random_base
 from tests.gpu.shapes import DEVICE, ON_GPU, SIZES, error, marks, poison, random_experts, routed
@@ -104,11 +107,14 @@ def test_recorded_steps_equal_those_run_as_they_are(model, adapted: bool) -> Non
         running(batch)
         steps, positions = batch._recorded, [row.position for row in batch._rows]
         assert steps is not None
+        before = torch.zeros(())
         for tokens in ([5, 6, 7, 8, 9], [15, 16, 17, 18, 19]):
             tries = [steps(tokens, positions, slots).clone() for _ in range(3)]
             assert tries[0].isfinite().all()
             assert torch.equal(tries[1], tries[0])
             assert torch.equal(tries[2], tries[0])
+            assert not torch.equal(tries[0], before)
+            before = tries[0]
             plain = batch._forward(0, [[token] for token in tokens], positions)
             if not adapted:
                 assert error(tries[0], plain) < 2e-2
@@ -120,6 +126,29 @@ def test_recorded_steps_equal_those_run_as_they_are(model, adapted: bool) -> Non
     for layer in model.model.layers:  # take the bank out again
         for name, module in list(layer.self_attn.named_children()):
             setattr(layer.self_attn, name, getattr(module, "linear", module))
+
+
+@pytest.mark.skipif(not ON_GPU, reason="records nothing")
+def test_a_step_that_waits_for_the_device_runs_as_it_is() -> None:
+    """After which the stream is the one it was, and memory can be had and given back."""
+    cache = KeyValueCache(
+        SimpleNamespace(num_hidden_layers=1, num_key_value_heads=1, head_dim=64),
+        torch.bfloat16,
+        torch.device(DEVICE),
+        4096,
+    )
+    cache.reserve(2, 256)
+
+    def step(tokens: Tensor, positions: Tensor, visible: int, adapters: Tensor | None) -> Tensor:
+        return torch.full((len(tokens), 7), float(tokens.sum().item()), device=DEVICE)
+
+    steps, stream = RecordedSteps(step, cache, torch.device(DEVICE), record=True), torch.cuda.current_stream()
+    for _ in range(4):
+        assert (steps([2, 3], [0, 0], [0, 0]) == 5).all()
+    assert not steps._record
+    assert torch.cuda.current_stream() == stream
+    torch.empty(2**28, device=DEVICE).fill_(0)
+    torch.cuda.empty_cache()
 
 
 def test_answers_of_a_recorded_engine_are_the_models_own(base: Path, model) -> None:

@@ -157,8 +157,9 @@ class FrozenExperts(nn.Module):
             `[T, H]`.
         """
         up, down = self._frozen("gate_up_proj"), self._frozen("down_proj")
-        if not hidden_states.is_cuda and not torch.is_grad_enabled() and router_indices.numel() < self.num_experts:
-            # Decoding: most experts have no row, and to unpack them would take most of the time. On CUDA `product` sees to it.
+        decoding = not torch.is_grad_enabled() and router_indices.numel() < self.num_experts
+        if decoding and not fused.suits(hidden_states, self.num_experts):
+            # Most experts have no row, and to unpack them would take most of the time.
             used, router_indices = router_indices.unique(return_inverse=True)
             up, down = up.of(used), down.of(used)
             gate_up_proj, down_proj = gate_up_proj and gate_up_proj.of(used), down_proj and down_proj.of(used)

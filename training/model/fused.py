@@ -23,8 +23,9 @@ to nine on an H200."""
 
 
 def suits(x: Tensor, experts: int) -> bool:
-    """Whether `fused_mm` takes `x` and is the faster way."""
-    return x.is_cuda and x.dtype == torch.bfloat16 and len(x) <= ROWS_PER_EXPERT * experts
+    """Whether `fused_mm` takes `x` and is the faster way. Cards before Hopper cannot multiply bf16 in pairs."""
+    few = x.dtype == torch.bfloat16 and len(x) <= ROWS_PER_EXPERT * experts
+    return few and x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
 
 
 def fused_mm(x: Tensor, blocks: Tensor, scales: Tensor, out: int, offsets: Tensor) -> Tensor:

@@ -35,6 +35,13 @@ class Measures:
         self.last: dict[str, float] = {}
         """What the last `read` found."""
 
+    def begin(self) -> None:
+        """Training starts: from here on the GPU's own clock says when it was done with what."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            self.ended_s, self._arrived = time.monotonic(), torch.cuda.Event(enable_timing=True)
+            self._arrived.record()
+
     def add_loss(self, sums: Sums, trained: int) -> None:
         self._sums += torch.stack([sums.entropy, sums.correct])
         self._counts[0] += trained

@@ -29,7 +29,9 @@ def transformers_serve(model_dir: Path) -> Iterator[str]:
 @contextmanager
 def bare_vllm(model_dir: Path, context_length: int) -> Iterator[str]:
     """URL of vLLM's own server with the model."""
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; on CPU it would claim most of the memory, and find it taken
+    os.environ.setdefault(
+        "VLLM_CPU_KVCACHE_SPACE", "1"
+    )  # GiB; on CPU it would claim most of the memory, and find it taken
     [port] = free_ports(1)
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model_dir)]
     options = ["--port", str(port), "--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager"]

@@ -137,15 +137,16 @@ def test_what_this_program_set_in_its_environment_travels_but_for_what_is_each_w
 ) -> None:
     monkeypatch.setenv("SET_IN_A_CELL", "yes")
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
-    for name in ("RANK", "MASTER_ADDR", "CUDA_VISIBLE_DEVICES", "RAY_ADDRESS"):
+    monkeypatch.setenv("LOCAL_DATA_DIR", "/rows")
+    for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "CUDA_VISIBLE_DEVICES", "RAY_ADDRESS"):
         monkeypatch.setenv(name, "the caller's")
     call = pack_call(print, (), {})
     early = early_variables(call)
     assert (early["NCCL_DEBUG"], early.get("SET_IN_A_CELL")) == ("INFO", None)
     variables, _ = pickle.loads(call)
-    assert variables["SET_IN_A_CELL"] == "yes"
+    assert (variables["SET_IN_A_CELL"], variables["LOCAL_DATA_DIR"]) == ("yes", "/rows")
     assert "the caller's" not in variables.values()
-    assert "PATH" not in variables, "which was there when this process began"
+    assert len(variables) < len(os.environ), "what was there when this process began stays here"
     monkeypatch.setenv("SET_IN_A_CELL", "of a worker that ran a call before")
     unpack_call(pickle.dumps((variables, pickle.dumps((print, (), {})))))
     assert os.environ["SET_IN_A_CELL"] == "yes"

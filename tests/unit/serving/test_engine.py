@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from serving.engines import recorded
 from serving.engines.attention import use_grouped_attention
 from serving.engines.batch import Batch, RunningSequence, attention_masks, prefill_width
 from serving.engines.engine import EngineError, Sampling
 from serving.engines.kv_cache import KeyValueCache, bytes_per_token
+from serving.engines.recorded import RecordedSteps
 from serving.engines.transformers_engine import SICK_AFTER, TransformersEngine
 from tests.unit.serving.engine_contract import NO_STOP, PROMPTS, EngineContract, collect
 from training.model import load as models
@@ -95,6 +97,33 @@ class TestStepsOfFewShapes(BuiltIn):
         engine._batch.record()
         yield engine
         engine.close()
+
+
+@pytest.mark.parametrize(
+    ("fault", "tried"), [(torch.OutOfMemoryError("full"), 2), (RuntimeError("the model waits for the device"), 1)]
+)
+async def test_a_step_that_cannot_be_recorded_runs_as_it_is(
+    model, reference, monkeypatch, fault: Exception, tried: int
+):
+    """Once; and where memory was short, again when the cache has become another."""
+    tries = []
+
+    def fail(*_: object) -> None:
+        tries.append(1)
+        raise fault
+
+    monkeypatch.setattr(recorded, "_Place", lambda device: None)
+    monkeypatch.setattr(recorded, "_Recording", fail)
+    batch = Batch(model, cache_tokens=16 * 256)
+    steps = RecordedSteps(batch._next_logits, batch._cache, batch.device, record=True)
+    batch.add(RunningSequence([3, 4], Sampling(max_new_tokens=9, stop_ids=NO_STOP), batch.device))
+    with torch.inference_mode():
+        found = [steps([5], [2], [0]).clone() for _ in range(4)]
+        assert len(tries) == 1
+        batch._cache.reserve(2, 256)
+        found += [steps([5], [2], [0]).clone() for _ in range(4)]
+    assert len(tries) == tried
+    torch.testing.assert_close(found, found[:1] * 8)
 
 
 async def test_a_prompt_that_joins_pads_the_others_within_the_cache(model, reference):
