@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_LENGTH_STEP = 256  # the cache grows by doubling, from this many positions
+LENGTH_STEP = 256  # the cache grows by doubling, from this many positions
 
 
 def bytes_per_token(config: Any, dtype: torch.dtype) -> int:
@@ -56,7 +56,7 @@ class KeyValueCache:
         if rows <= self.rows and length <= self.length:
             return
         rows, length = max(rows, self.rows), max(length, self.length)
-        grown = _doubled(rows, 1), _doubled(length, _LENGTH_STEP)
+        grown = doubled(rows, 1), doubled(length, LENGTH_STEP)
         if self.fits(*grown):
             rows, length = grown
         self._resize(rows, length)
@@ -101,7 +101,7 @@ class KeyValueCache:
             store[[one, other]] = store[[other, one]]
 
 
-def _doubled(need: int, smallest: int) -> int:
+def doubled(need: int, smallest: int) -> int:
     """The power of two times `smallest` that holds `need`."""
     size = smallest
     while size < need:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from serving.engines.adapters import NO_ADAPTER
-from serving.engines.kv_cache import KeyValueCache
+from serving.engines.kv_cache import LENGTH_STEP, KeyValueCache, doubled
 
 logger = logging.getLogger(__name__)
 
@@ -16,7 +16,6 @@ Step = Callable[[Tensor, Tensor, int, Tensor | None], Tensor]
 """Logits [R, vocabulary] after tokens [R] at positions [R] of the cache's first R rows, of which so many positions are visible; with
 each row's slot [R] of its adapter, None when none has one."""
 
-_FEWEST_VISIBLE = 256
 _ONE_AT_A_TIME = threading.Lock()
 """A process may record one graph at a time, and each model decodes on a thread of its own."""
 
@@ -59,8 +58,8 @@ class RecordedSteps:
             slots: of the sequences' adapters, [B].
         """
         count, last = len(tokens), self._cache.length - 1
-        rows = min(_power_of_two(count), self._cache.rows)
-        visible = min(max(_power_of_two(max(positions) + 1), _FEWEST_VISIBLE), self._cache.length)
+        rows = min(doubled(count, 1), self._cache.rows)
+        visible = min(doubled(max(positions) + 1, LENGTH_STEP), self._cache.length)
         spare = rows - count
         inputs = torch.tensor([[*tokens, *[0] * spare], [*positions, *[last] * spare], [*slots, *[NO_ADAPTER] * spare]])
         return self._run(inputs, visible, any(slots))[:count]
@@ -126,7 +125,3 @@ class _Recording:
         self._inputs.copy_(inputs)
         self._graph.replay()
         return self._logits
-
-
-def _power_of_two(number: int) -> int:
-    return 1 << (number - 1).bit_length()
