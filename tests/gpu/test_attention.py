@@ -59,16 +59,18 @@ def test_loss_and_gradients_are_eager_attentions(length: int) -> None:
         assert error(found[1][name], gradient) < 5e-3, name
 
 
-@pytest.mark.parametrize("kind", ["full_attention", "sliding_attention"])
+@pytest.mark.parametrize(
+    ("kind", "bare"), [("full_attention", False), ("sliding_attention", False), ("sliding_attention", True)]
+)
 @pytest.mark.parametrize("length", [128, 640, 2048])
-def test_output_and_gradients_in_bf16(length: int, kind: str) -> None:
+def test_output_and_gradients_in_bf16(length: int, kind: str, bare: bool) -> None:
     """Of the tiles that train, at gpt-oss's heads, against float64."""
     shapes = [(1, heads, length, 64) for heads in (64, 8, 8)]
     exact = [torch.randn(shape, device=DEVICE).bfloat16().double().requires_grad_() for shape in shapes]
     ours = [value.detach().bfloat16().requires_grad_() for value in exact]
     sinks = (2 * torch.randn(64, device=DEVICE)).bfloat16()
     grad = torch.randn(1, length, 64, 64, device=DEVICE).bfloat16()
-    masks = _masks(length, 128, True, torch.bfloat16, torch.device(DEVICE), None)
+    masks = _masks(length, 128, True, torch.bfloat16, torch.device(DEVICE), None, bare)
     window = 128 if kind == "sliding_attention" else None
     install_attention()
     poison()
@@ -91,17 +93,18 @@ def reference(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, window: 
     return (with_sink.softmax(-1)[..., :-1] @ value).transpose(1, 2)
 
 
-def test_packed_rows_do_not_see_each_other() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packed_rows_do_not_see_each_other(dtype: torch.dtype) -> None:
     rows = [torch.randint(512, (size,)).tolist() for size in (70, 300, 129, 141)]
     examples = [{"input_ids": row, "labels": row} for row in rows]
     packed = {key: value.to(DEVICE) for key, value in Collator(0, 128)(pack(examples, 640)).items()}
     with torch.no_grad():
-        together = model("flex_attention", torch.float32, packed=True)(
+        together = model("flex_attention", dtype, packed=True)(
             input_ids=packed["input_ids"], position_ids=packed["position_ids"], use_cache=False
         ).logits
         alone = model("eager", torch.float32)
         start = 0
         for row in rows:
             expected = alone(input_ids=torch.tensor([row], device=DEVICE), use_cache=False).logits
-            assert error(together[:, start : start + len(row)], expected) < 1e-3
+            assert error(together[:, start : start + len(row)], expected) < (1e-3 if dtype == torch.float32 else 0.1)
             start += len(row)

@@ -1,14 +1,16 @@
-"""Flex attention with gpt-oss's sinks, in transformers' attention interface."""
+"""Attention with gpt-oss's sinks, in transformers' attention interface: flex, and for sliding windows kernels of our own."""
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from transformers import AttentionInterface
 from transformers.integrations.flex_attention import flex_attention_forward
+
+from training.model.windowed import windowed_attention
 
 TILES: dict[str, dict[str, int]] = {
     "full": {
@@ -22,6 +24,22 @@ TILES: dict[str, dict[str, int]] = {
 at 8 rows of 2,048 tokens. Backward of a full layer 2.7 ms, with torch 2.11's own choice 3.1; of a sliding one 1.1 and 1.2."""
 
 _tiles: dict[str, dict[str, int]] = {}
+
+
+class Window(NamedTuple):
+    """What a sliding layer's tokens see, where no mask is needed for it."""
+
+    width: int
+    """Newest tokens, the own one among them."""
+    starts: Tensor | None
+    """int32 `[B, T]` position where each token's document begins; None is 0."""
+
+
+def takes_windows(config: Any, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether `attend` takes a `Window` for a model's sliding layers: gpt-oss in bf16 on Hopper, where that was proven."""
+    suits = config.model_type == "gpt_oss" and not config.attention_dropout and dtype == torch.bfloat16
+    return suits and device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
 
 _OTHERS = ("softcap", "position_bias")
 """What some models ask of attention besides a mask and sinks; what is not there is None."""
@@ -39,12 +57,12 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | BlockMask,
+    attention_mask: Tensor | BlockMask | Window,
     scaling: float | None = None,
     s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention under a block mask, in the terms of transformers' interface.
+    """Attention under a block mask or within a window, in the terms of transformers' interface.
 
     A sink is one more score that takes its share of the softmax and gives nothing: the output without it times
     `sigmoid(logsumexp(scores) - sink)`. transformers' own rounds the log-sum-exp to bf16 before that, which puts outputs off by up
@@ -58,6 +76,10 @@ def attend(
     Returns:
         `[B, T, heads, D]`, and None in the place of weights.
     """
+    if isinstance(attention_mask, Window):
+        assert s_aux is not None
+        assert scaling is not None
+        return windowed_attention(query, key, value, s_aux, attention_mask.width, scaling, attention_mask.starts), None
     heads = query.shape[1]
     powers_of_two = heads & (heads - 1) == 0  # what flex's grouped heads need; transformers repeats the others' keys
     asks_more = others.get("dropout") or any(others.get(name) is not None for name in _OTHERS)

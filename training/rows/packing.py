@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from training.model.attention import Window, takes_windows
+
 Example = dict[str, list[int]]
 
 
@@ -65,11 +67,12 @@ def install_masks(model: nn.Module, *, packed: bool) -> None:
         flex = config._attn_implementation == "flex_attention"
         dtype = decoder.embed_tokens.weight.dtype
         window = getattr(config, "sliding_window", None)
+        bare = flex and takes_windows(config, dtype, tokens.device)
         if packed:
             documents = (kwargs["position_ids"] == 0).cumsum(-1)
-            masks = _masks(length, window, flex, dtype, tokens.device, documents)
+            masks = _masks(length, window, flex, dtype, tokens.device, documents, bare)
         else:
-            masks = _causal_masks(length, window, flex, dtype, tokens.device)
+            masks = _causal_masks(length, window, flex, dtype, tokens.device, bare)
         by_kind = getattr(config, "layer_types", None)
         return args, kwargs | {"attention_mask": masks if by_kind else masks["sliding_attention"]}
 
@@ -78,19 +81,26 @@ def install_masks(model: nn.Module, *, packed: bool) -> None:
 
 @lru_cache(maxsize=16)
 def _causal_masks(
-    length: int, window: int | None, flex: bool, dtype: torch.dtype, device: torch.device
+    length: int, window: int | None, flex: bool, dtype: torch.dtype, device: torch.device, bare: bool
 ) -> dict[str, Any]:
-    return _masks(length, window, flex, dtype, device, None)
+    return _masks(length, window, flex, dtype, device, None, bare)
 
 
 def _masks(
-    length: int, window: int | None, flex: bool, dtype: torch.dtype, device: torch.device, documents: Tensor | None
+    length: int,
+    window: int | None,
+    flex: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+    documents: Tensor | None,
+    bare: bool = False,
 ) -> dict[str, Any]:
     """`full_attention` and `sliding_attention` masks: a BlockMask for flex, else additive `[B or 1, 1, T, T]`.
 
     Args:
         window: tokens that a sliding layer sees; None is all.
         documents: `[B, T]` number of the document that each token belongs to; None when there is one a row.
+        bare: a `Window` for sliding layers instead of a mask.
     """
 
     width = length if window is None else window
@@ -104,14 +114,19 @@ def _masks(
 
     batch = None if documents is None else len(documents)
     kinds = {"full_attention": full, "sliding_attention": sliding}
+    ready = {}
+    if bare:
+        starts = None if documents is None else torch.searchsorted(documents, documents).int()
+        ready["sliding_attention"] = Window(width, starts)
     if flex:
         from torch.nn.attention.flex_attention import create_block_mask
 
-        return {
+        return ready | {
             name: create_block_mask(
                 mod, batch, None, length, length, device=str(device), _compile=device.type == "cuda"
             )
             for name, mod in kinds.items()
+            if name not in ready
         }
     b = torch.arange(batch or 1, device=device)[:, None, None, None]
     q = torch.arange(length, device=device)[None, None, :, None]

@@ -9,9 +9,10 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from training.model.attention import Window
 from training.model.load import load
 from training.rows.batches import Collator
-from training.rows.packing import install_masks, pack
+from training.rows.packing import _masks, install_masks, pack
 
 Example = dict[str, list[int]]
 
@@ -119,6 +120,22 @@ def test_unpacked_masks_equal_transformers_own(random_base: Path) -> None:
     ours, theirs = logits(hooked, *rows), logits(plain, *rows)
     assert (ours[0] - theirs[0]).abs().max() < 1e-5
     assert (ours[1, :13] - theirs[1, :13]).abs().max() < 1e-5  # beyond lies padding
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_window_sees_what_its_mask_does(packed: bool) -> None:
+    begins = torch.tensor([[1, 0, 0, 1, 0, 0, 0, 0, 0, 1], [1, 0, 0, 0, 0, 0, 0, 1, 1, 0]])
+    documents = begins.cumsum(-1) if packed else None
+    of = (10, 4, True, torch.bfloat16, torch.device("cpu"), documents)
+    window = _masks(*of, bare=True)["sliding_attention"]
+    assert isinstance(window, Window)
+    position = torch.arange(10)
+    oldest = (position - window.width + 1).expand(2, -1)
+    if packed:
+        oldest = torch.maximum(oldest, window.starts)
+    seen = (position <= position[:, None]) & (position >= oldest[..., None])
+    masked = _masks(10, 4, False, *of[3:])["sliding_attention"] != 0
+    assert torch.equal(~seen, masked[:, 0].expand(2, -1, -1))
 
 
 @pytest.mark.parametrize(
