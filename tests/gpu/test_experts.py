@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from tests.gpu.shapes import DEVICE, SIZES, error, marks, poison, random_experts, routed
+from training.model import experts as expert_layer
 from training.model.experts import WEIGHTS, DenseExperts, LowRank, PackedExperts
 from training.model.kernels import _activate, unpack
 
@@ -46,8 +47,12 @@ def exactly(*tensors: Tensor) -> list[Tensor]:
     return [tensor.detach().double().requires_grad_() for tensor in tensors]
 
 
+@pytest.mark.parametrize("apart", [False, True], ids=["grouped", "apart"])
 @pytest.mark.parametrize(("tokens", "only"), CASES)
-def test_forward_and_gradients(tokens: int, only: int | None) -> None:
+def test_forward_and_gradients(monkeypatch: pytest.MonkeyPatch, tokens: int, only: int | None, apart: bool) -> None:
+    """In grouped products, and in one of each expert's own."""
+    for name in ("MANY_ROWS", "APART_FROM"):
+        monkeypatch.setattr(expert_layer, name, 0 if apart else float("inf"))
     experts = random_experts()
     hidden, indices, weights = routed(tokens, only)
     grad = torch.randn_like(hidden)

@@ -20,7 +20,7 @@ from training.model.kernels import (
     activate,
     activate_backward,
     combine,
-    gather,
+    dispatch,
     grouped_mm,
     grouped_outer,
     route,
@@ -30,6 +30,11 @@ from training.model.mxfp4 import BLOCK
 from training.model.recompute import keep
 
 WEIGHTS = ("gate_up_proj", "down_proj")
+APART_FROM = 1.6e10
+"""Multiplications an expert has on average from which a product of its own (cuBLAS) beats its part of a grouped one (CUTLASS) on an
+H200: 1,024 rows by gpt-oss's `gate_up_proj`, 2,048 by `down_proj`. At 4,096 rows all four take 707 TFLOP/s, grouped 616; at 512 445 and 557."""
+MANY_ROWS = 1024
+"""Rows an expert has on average from which that may be so."""
 
 
 class LowRank(NamedTuple):
@@ -60,11 +65,11 @@ class Frozen(NamedTuple):
         """The weight dequantised, `columns` being its `in`."""
         return unpack(self.blocks, self.scales, columns, dtype)
 
-    def product(self, x: Tensor, offsets: Tensor) -> Tensor:
+    def product(self, x: Tensor, routing: "Routing") -> Tensor:
         """Each row of `x` `[N, in]` times its expert's weight: `[N, out]`."""
-        if fused.suits(x, len(offsets)):
-            return fused.fused_mm(x, self.blocks, self.scales, self.bias.shape[1], offsets)
-        return grouped_mm(x, self.dense(x.shape[1], x.dtype).mT, offsets)
+        if fused.suits(x, len(self.bias)):
+            return fused.fused_mm(x, self.blocks, self.scales, self.bias.shape[1], routing.offsets)
+        return routing.mm(x, self.dense(x.shape[1], x.dtype).mT)
 
 
 class Dense(NamedTuple):
@@ -81,9 +86,9 @@ class Dense(NamedTuple):
         """The weight as `[E, out, in]`."""
         return self.weight.mT.to(dtype)
 
-    def product(self, x: Tensor, offsets: Tensor) -> Tensor:
+    def product(self, x: Tensor, routing: "Routing") -> Tensor:
         """Each row of `x` `[N, in]` times its expert's weight: `[N, out]`."""
-        return grouped_mm(x, self.weight.to(x.dtype), offsets)
+        return routing.mm(x, self.weight.to(x.dtype))
 
 
 class Routing(NamedTuple):
@@ -97,11 +102,36 @@ class Routing(NamedTuple):
     """`[N]` expert of each row, ascending"""
     offsets: Tensor
     """`[E]` int32, where each expert's rows end"""
+    ends: "OnHost | None" = None
+    """`offsets` on the host, where experts have many rows"""
 
     @classmethod
     def of(cls, indices: Tensor, experts: int) -> Self:
         """From the router's choice `[T, k]`."""
-        return cls(*route(indices.flatten(), experts))
+        routing = cls(*route(indices.flatten(), experts))
+        many = indices.is_cuda and indices.numel() >= MANY_ROWS * experts
+        return routing._replace(ends=OnHost(routing.offsets)) if many else routing
+
+    def mm(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Rows `[N, in]` times their expert's `weight` `[E, in, out]`: `[N, out]`."""
+        ends = self.ends if x.numel() * weight.shape[2] >= APART_FROM * len(weight) else None
+        return grouped_mm(x, weight, self.offsets, ends.read() if ends else None)
+
+
+class OnHost:
+    """A CUDA tensor of integers on its way to the host: nothing waits for it before it is read, so what is launched until then runs."""
+
+    def __init__(self, tensor: Tensor):
+        self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+        self._copied = torch.cuda.Event()
+        self._copied.record()
+        self._values: list[int] | None = None
+
+    def read(self) -> list[int]:
+        if self._values is None:
+            self._copied.synchronize()
+            self._values = self._copy.tolist()
+        return self._values
 
 
 class FrozenExperts(nn.Module):
@@ -245,9 +275,9 @@ class _Backward(torch.autograd.Function):
         down: Frozen | Dense,
         limit: float,
     ) -> Tensor:
-        ctx.limit, ctx.kind, ctx.done = limit, type(up), False
+        ctx.limit, ctx.kind, ctx.ends, ctx.done = limit, type(up), routing.ends, False
         adapted = hidden if up_a is not None else None
-        ctx.save_for_backward(adapted, weights, up_a, up_b, down_a, down_b, gate_up, *routing, *up, *down)
+        ctx.save_for_backward(adapted, weights, up_a, up_b, down_a, down_b, gate_up, *routing[:4], *up, *down)
         return hidden.new_zeros(()).expand_as(hidden)
 
     @staticmethod
@@ -256,12 +286,12 @@ class _Backward(torch.autograd.Function):
             raise RuntimeError("an expert layer's backward ran twice; it runs once per forward, also with retain_graph")
         ctx.done = True
         hidden, weights, up_a, up_b, down_a, down_b, gate_up, *rest = ctx.saved_tensors
-        routing, parts = Routing(*rest[:4]), rest[4:]
+        routing, parts = Routing(*rest[:4])._replace(ends=ctx.ends), rest[4:]
         up, down = ctx.kind(*parts[: len(parts) // 2]), ctx.kind(*parts[len(parts) // 2 :])
         grad, k = gradients[0].contiguous(), weights.shape[1]
         row_weights = weights.flatten()[routing.order]
-        rows = gather(grad, routing.order, k)  # the gradient of each row's output before it is weighted
-        activated_grad = grouped_mm(rows, down.dense(gate_up.shape[1] // 2, grad.dtype), routing.offsets)
+        rows = dispatch(grad, routing.place, k)  # the gradient of each row's output before it is weighted
+        activated_grad = routing.mm(rows, down.dense(gate_up.shape[1] // 2, grad.dtype))
         down_grads: tuple[Tensor | None, Tensor | None] = (None, None)
         if down_a is not None:
             activated = activate(gate_up, up.bias, routing.chosen, ctx.limit)
@@ -273,10 +303,10 @@ class _Backward(torch.autograd.Function):
             activated_grad, gate_up, up.bias, routing.chosen, row_weights, ctx.limit
         )
         del activated_grad
-        hidden_rows = grouped_mm(gate_up_grad, up.dense(grad.shape[1], grad.dtype), routing.offsets)
+        hidden_rows = routing.mm(gate_up_grad, up.dense(grad.shape[1], grad.dtype))
         up_grads: tuple[Tensor | None, Tensor | None] = (None, None)
         if up_a is not None:
-            x, adapter = gather(hidden, routing.order, k), LowRank(up_a, up_b)
+            x, adapter = dispatch(hidden, routing.place, k), LowRank(up_a, up_b)
             up_grads = _adapter_backward(x, gate_up_grad, hidden_rows, adapter, routing.offsets, None)
         hidden_grad = combine(hidden_rows, routing.place, k, None, None, None)
 
@@ -304,7 +334,7 @@ class _Output(torch.autograd.Function):
         limit: float,
     ) -> Tensor:
         activated = activate(gate_up, up.bias, routing.chosen, limit)
-        output = _product(activated, down, adapter, routing.offsets)
+        output = _product(activated, down, adapter, routing)
         k = indices.shape[1]
         return combine(output, routing.place, k, weights.flatten(), down.bias, indices.flatten())
 
@@ -315,15 +345,15 @@ class _Output(torch.autograd.Function):
 
 def _gate_up(hidden: Tensor, routing: Routing, up: Frozen | Dense, adapter: LowRank | None) -> Tensor:
     """`[N, 2F]` without the bias."""
-    rows = gather(hidden, routing.order, len(routing.order) // len(hidden))
-    return _product(rows, up, adapter, routing.offsets)
+    rows = dispatch(hidden, routing.place, len(routing.place) // len(hidden))
+    return _product(rows, up, adapter, routing)
 
 
-def _product(x: Tensor, frozen: Frozen | Dense, adapter: LowRank | None, offsets: Tensor) -> Tensor:
+def _product(x: Tensor, frozen: Frozen | Dense, adapter: LowRank | None, routing: Routing) -> Tensor:
     """Each row times its expert's weight, with the adapter's addition: `[N, in]` → `[N, out]`."""
-    output = frozen.product(x, offsets)
+    output = frozen.product(x, routing)
     if adapter is not None:
-        output += grouped_mm(grouped_mm(x, adapter.a, offsets), adapter.b, offsets)
+        output += grouped_mm(grouped_mm(x, adapter.a, routing.offsets), adapter.b, routing.offsets)
     return output
 
 

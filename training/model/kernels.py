@@ -4,8 +4,7 @@ Both versions of an operation are in this module and take the same arguments; th
 sorted by expert: row n belongs to token `order[n] // k` and expert `chosen[n]`. H hidden, F intermediate, E experts.
 """
 
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import torch
@@ -38,12 +37,16 @@ def unpack(blocks: Tensor, scales: Tensor, columns: int, dtype: torch.dtype) -> 
     return weight
 
 
-def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """`x[offsets[e-1]:offsets[e]] @ weight[e]` for every expert: x `[N, in]`, weight `[E, in, out]` → `[N, out]`."""
-    if x.is_cuda:
+def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor, ends: Sequence[int] | None = None) -> Tensor:
+    """`x[offsets[e-1]:offsets[e]] @ weight[e]` for every expert: x `[N, in]`, weight `[E, in, out]` → `[N, out]`.
+
+    Args:
+        ends: `offsets` on the host, with which each expert is a product of its own, on CUDA as well.
+    """
+    if x.is_cuda and ends is None:
         return F.grouped_mm(x, weight, offs=offsets)
     output = x.new_empty(len(x), weight.shape[-1])
-    for expert, rows in _groups(offsets):
+    for expert, rows in _groups(offsets.tolist() if ends is None else ends):
         torch.mm(x[rows], weight[expert], out=output[rows])
     return output
 
@@ -55,7 +58,7 @@ def grouped_outer(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
         # a product over no rows is not written on every version of torch
         return F.grouped_mm(x.mT, y, offs=offsets).masked_fill_(empty[:, None, None], 0)
     output = x.new_zeros(len(offsets), x.shape[1], y.shape[1])
-    for expert, rows in _groups(offsets):
+    for expert, rows in _groups(offsets.tolist()):
         torch.mm(x[rows].mT, y[rows], out=output[expert])
     return output
 
@@ -149,13 +152,16 @@ def route(indices: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor
     return order, place, chosen, offsets
 
 
-def gather(x: Tensor, order: Tensor, k: int) -> Tensor:
-    """`x[order // k]`: `[T, H]` → `[N, H]`."""
+def dispatch(x: Tensor, place: Tensor, k: int) -> Tensor:
+    """Each token's row to the k places of its slots: `[T, H]` → `[N, H]`, sorted by expert."""
     if not x.is_cuda:
-        return x[order // k]
-    output = x.new_empty(len(order), x.shape[1])
-    _gather_kernel[(len(order),)](x, order, output, x.shape[1], k, COLUMNS=_columns(x.shape[1]), num_warps=4)
-    return output
+        rows = x.new_empty(len(place), x.shape[1])
+        rows[place] = x.repeat_interleave(k, 0)
+        return rows
+    tokens, hidden = x.shape
+    rows = x.new_empty(len(place), hidden)
+    _dispatch_kernel[(tokens, triton.cdiv(hidden, 1024))](x, place, rows, hidden, K=k, COLUMNS=1024, num_warps=4)
+    return rows
 
 
 def combine(
@@ -200,10 +206,9 @@ def combine(
     return output
 
 
-def _groups(offsets: Tensor) -> Iterator[tuple[int, slice]]:
+def _groups(ends: Sequence[int]) -> Iterator[tuple[int, slice]]:
     """Experts that have rows, with them."""
-    ends = [0, *offsets.tolist()]
-    return ((expert, slice(*span)) for expert, span in enumerate(pairwise(ends)) if span[0] < span[1])
+    return ((expert, slice(*span)) for expert, span in enumerate(pairwise([0, *ends])) if span[0] < span[1])
 
 
 def _activate(gate_up: Tensor, limit: float) -> Tensor:
@@ -229,10 +234,6 @@ def _activate_backward(
     )
     output[..., 1::2] = torch.where(raw_up.abs() <= limit, weighted * swish, 0)
     return output, weight_grad
-
-
-def _columns(width: int) -> int:
-    return min(1 << math.ceil(math.log2(width)), 4096)
 
 
 if triton is not None:
@@ -326,13 +327,14 @@ if triton is not None:
         tl.store(offsets + expert, ends, mask=expert < experts)
 
     @triton.jit
-    def _gather_kernel(x, order, output, width, k, COLUMNS: tl.constexpr):
-        row = tl.program_id(0).to(tl.int64)
-        token = tl.load(order + row).to(tl.int64) // k
-        for start in range(0, width, COLUMNS):
-            column = start + tl.arange(0, COLUMNS)
-            value = tl.load(x + token * width + column, mask=column < width)
-            tl.store(output + row * width + column, value, mask=column < width)
+    def _dispatch_kernel(x, place, rows, width, K: tl.constexpr, COLUMNS: tl.constexpr):
+        token = tl.program_id(0).to(tl.int64)
+        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        inside = column < width
+        value = tl.load(x + token * width + column, mask=inside)
+        for j in tl.static_range(K):
+            row = tl.load(place + token * K + j).to(tl.int64)
+            tl.store(rows + row * width + column, value, mask=inside)
 
     @triton.jit
     def _combine_kernel(

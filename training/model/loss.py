@@ -17,6 +17,8 @@ from training.model.kernels import triton
 if triton is not None:
     import triton.language as tl
 
+    LOWEST = tl.constexpr(-1e30)
+
 CHUNK_TOKENS = 1024
 """Tokens whose logits exist at a time: 0.4 GiB in bf16 at gpt-oss's vocabulary."""
 
@@ -129,19 +131,24 @@ if triton is not None:
         start_of_row = logits + row * width
         target = tl.load(targets + row)
         target_x = tl.load(start_of_row + target).to(tl.float32)  # before another warp has the gradient there
-        largest = -float("inf")
-        total = 0.0  # of exp(x - largest)
-        moment = 0.0  # of x * exp(x - largest)
+        # by column of a tile, so that nothing is exchanged between threads until the end
+        largest = tl.full((COLUMNS,), LOWEST, dtype=tl.float32)
+        total = tl.zeros((COLUMNS,), dtype=tl.float32)  # of exp(x - largest)
+        moment = tl.zeros((COLUMNS,), dtype=tl.float32)  # of x * exp(x - largest)
         for start in range(0, width, COLUMNS):
             column = start + tl.arange(0, COLUMNS)
             inside = column < width
             x = tl.load(start_of_row + column, mask=inside, other=-float("inf")).to(tl.float32)
-            new = tl.maximum(largest, tl.max(x, 0))
-            e = tl.exp(x - new)
-            shrink = tl.exp(largest - new)
-            total = total * shrink + tl.sum(e, 0)
-            moment = moment * shrink + tl.sum(tl.where(inside, x * e, 0.0), 0)
-            largest = new
+            grows = x > largest
+            e = tl.exp(-tl.abs(x - largest))  # of the smaller of both, as the other's is 1
+            shrink = tl.where(grows, e, 1.0)
+            e = tl.where(grows, 1.0, e)
+            total = total * shrink + e
+            moment = moment * shrink + tl.where(inside, x * e, 0.0)
+            largest = tl.maximum(largest, x)
+        columns, largest = largest, tl.max(largest, 0)
+        shrink = tl.exp(columns - largest)
+        total, moment = tl.sum(total * shrink, 0), tl.sum(moment * shrink, 0)
         log_z = largest + tl.log(total)
         tl.store(sums + row * 3, log_z - target_x)
         tl.store(sums + row * 3 + 1, log_z - moment / total)

@@ -57,7 +57,7 @@ class _Layer:
         self.up = Frozen(*(getattr(self.experts, f"gate_up_proj_{part}") for part in Frozen._fields))
         self.down = Frozen(*(getattr(self.experts, f"down_proj_{part}") for part in Frozen._fields))
         self.up_dense, self.down_dense = self.up.dense(H, self.dtype), self.down.dense(F, self.dtype)
-        self.rows = kernels.gather(self.hidden, self.routing.order, self.k)
+        self.rows = kernels.dispatch(self.hidden, self.routing.place, self.k)
         self.gate_up = kernels.grouped_mm(self.rows, self.up_dense.mT, self.routing.offsets)
         self.activated = kernels.activate(self.gate_up, self.up.bias, self.routing.chosen, self.experts.limit)
         self.output = kernels.grouped_mm(self.activated, self.down_dense.mT, self.routing.offsets)
@@ -72,8 +72,8 @@ class _Layer:
         H, F = self.experts.hidden_size, self.experts.intermediate_size
         return {
             "sort and search": (lambda: Routing.of(self.indices, self.experts.num_experts), 0, 0),
-            "gather": (lambda: kernels.gather(self.hidden, routing.order, k), 0, size * (1 + 1 / k)),
-            "torch's gather": (lambda: self.hidden[routing.order // k], 0, size * (1 + 1 / k)),
+            "dispatch": (lambda: kernels.dispatch(self.hidden, routing.place, k), 0, size * (1 + 1 / k)),
+            "torch's own": (lambda: self.hidden[routing.order // k], 0, size * (1 + 1 / k)),
             "dequantise gate_up": (lambda: self.up.dense(H, self.dtype), 0, self.up_dense.nbytes * 1.27),
             "dequantise down": (lambda: self.down.dense(F, self.dtype), 0, self.down_dense.nbytes * 1.27),
             "grouped_mm gate_up": (lambda: self._mm(self.rows, self.up_dense.mT), self.up_flops, 0),

@@ -26,9 +26,9 @@ RECIPES = {
         Recipe("stock best", STOCK | {"experts": "grouped_mm"}, rows=8),
         Recipe("ours, full", PACKED | {"recompute": "full"}, rows=16),
         Recipe("ours, selective", PACKED | {"recompute": "selective"}, rows=16),
-        Recipe("ours, none", PACKED | {"recompute": "none"}, rows=16),
+        Recipe("ours, none", PACKED | {"recompute": "none"}, rows=24),
         Recipe("ours, none, bf16 experts", {"weights": "bf16", "experts": "frozen", "recompute": "none"}, rows=16),
-        Recipe("ours, none, packed rows", PACKED | {"recompute": "none"}, rows=8, real_lengths=True),
+        Recipe("ours, none, packed rows", PACKED | {"recompute": "none"}, rows=16, real_lengths=True),
         Recipe("ours, full, not compiled", PACKED | {"recompute": "full", "compile": False}, rows=16),
         Recipe("ours, full, experts too", PACKED | {"recompute": "full", "lora": "experts"}, rows=8),
     )

@@ -64,9 +64,10 @@ for tile_rows in (16, 64):
     expected = kernels.grouped_mm(wide, kernels.unpack(pack(packed), pack(powers), hidden, torch.float32).mT, ends)
     torch.testing.assert_close(fused_out, expected, rtol=1e-4, atol=1e-3)
 
-x, gathered = torch.randn(tokens, hidden), poisoned(rows, hidden)
-kernels._gather_kernel[(rows,)](x, order, gathered, hidden, k, COLUMNS=64)
-assert torch.equal(gathered, kernels.gather(x, order, k))
+x, dispatched = torch.randn(tokens, hidden), poisoned(rows, hidden)
+kernels._dispatch_kernel[(tokens, 2)](x, place, dispatched, hidden, K=k, COLUMNS=64)
+assert torch.equal(dispatched, x[order // k])
+assert torch.equal(dispatched, kernels.dispatch(x, place, k))
 
 values, down_bias = torch.randn(rows, hidden), torch.randn(experts, hidden)
 for on in (True, False):
