@@ -118,6 +118,9 @@ class _Recording:
                 torch.cuda.graph(self._graph, pool=place.pool, stream=place.stream, capture_error_mode="thread_local"),
             ):
                 self._logits = step(self._inputs)
+        except RuntimeError:
+            _mend_generator(inputs.device)
+            raise
         finally:
             torch.cuda.set_stream(before)  # which torch leaves undone when a recording fails
 
@@ -125,3 +128,10 @@ class _Recording:
         self._inputs.copy_(inputs)
         self._graph.replay()
         return self._logits
+
+
+def _mend_generator(device: torch.device) -> None:
+    """Gives the device's own generator a state to draw from: a recording that fails leaves one that waits for its end."""
+    broken = torch.cuda.default_generators[torch.cuda._get_device_index(device, optional=True)]
+    whole = torch.Generator(device).manual_seed(broken.initial_seed())
+    broken.graphsafe_set_state(whole.graphsafe_get_state())
