@@ -12,18 +12,13 @@ from transformers.integrations.flex_attention import flex_attention_forward
 
 from training.model.windowed import windowed_attention
 
-TILES: dict[str, dict[str, int]] = {
-    "full": {
-        "bwd_BLOCK_M1": 64, "bwd_BLOCK_N1": 64, "bwd_BLOCK_M2": 128, "bwd_BLOCK_N2": 64, "bwd_num_warps": 4, "bwd_num_stages": 3,
-    },
-    "sliding": {
-        "bwd_BLOCK_M1": 32, "bwd_BLOCK_N1": 64, "bwd_BLOCK_M2": 64, "bwd_BLOCK_N2": 32, "bwd_num_warps": 4, "bwd_num_stages": 3,
-    },
+TILE = {
+    "bwd_BLOCK_M1": 64, "bwd_BLOCK_N1": 64, "bwd_BLOCK_M2": 128, "bwd_BLOCK_N2": 64, "bwd_num_warps": 4, "bwd_num_stages": 3,
 }  # fmt: skip
-"""Options of flex attention's kernels for bf16 heads of 64 on Hopper, by kind of layer: the fastest of 21 tried on an H200
-at 8 rows of 2,048 tokens. Backward of a full layer 2.7 ms, with torch 2.11's own choice 3.1; of a sliding one 1.1 and 1.2."""
+"""Options of flex attention's kernels for full layers with bf16 heads of 64 on Hopper: the fastest of 21 tried on an H200 at 8 rows of
+2,048 tokens. Backward 2.7 ms, with torch 2.11's own choice 3.1."""
 
-_tiles: dict[str, dict[str, int]] = {}
+_tile: dict[str, int] = {}
 
 
 class Window(NamedTuple):
@@ -49,7 +44,7 @@ def install_attention() -> None:
     """Makes `attn_implementation="flex_attention"` mean `attend` in this process."""
     AttentionInterface.register("flex_attention", attend)
     if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
-        _tiles.update(TILES)  # looked up here, since compiled code cannot ask for the card
+        _tile.update(TILE)  # looked up here, since compiled code cannot ask for the card
 
 
 def attend(
@@ -87,12 +82,11 @@ def attend(
         return flex_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, s_aux=s_aux, **others
         )[0], None  # fmt: skip
-    suits = query.shape[-1] == 64 and query.dtype == torch.bfloat16
-    options = _tiles.get("sliding" if others.get("sliding_window") else "full", {}) if suits else {}
+    suits = query.shape[-1] == 64 and query.dtype == torch.bfloat16 and not others.get("sliding_window")
     flex: Any = flex_attention if torch.compiler.is_compiling() else _compiled()
     output, aux = flex(
         query, key, value, block_mask=attention_mask, scale=scaling, enable_gqa=heads != key.shape[1],
-        kernel_options=options, return_aux=AuxRequest(lse=True),
+        kernel_options=_tile if suits else {}, return_aux=AuxRequest(lse=True),
     )  # fmt: skip
     if s_aux is not None:
         share = torch.sigmoid(aux.lse - s_aux.float()[:, None])

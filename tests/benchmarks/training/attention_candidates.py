@@ -1,6 +1,6 @@
 """Candidates for a layer's attention, each checked against fp32 and timed: `python -m tests.benchmarks.training.attention_candidates`.
 
-Flex attention, which trains now, beside kernels that know no sinks: torch's FlashAttention-2 and cuDNN's. `WithSinks` gives them some.
+What trains now, flex attention and in sliding layers kernels of our own, beside ones that know no sinks: torch's FlashAttention-2 and cuDNN's. `WithSinks` gives them some.
 On a CPU (`--device cpu --rows 1 --length 256`) torch's own flash kernel stands in for them, which proves the arithmetic.
 """
 
@@ -169,11 +169,13 @@ class Layer:
         if not self.query.is_cuda:
             return {"torch's flash on CPU, keys repeated": partial(self._by_kernel, CPU, True)}
         found: dict[str, Any] = {
-            "ours: flex": self._by_flex(),
+            "ours: flex": self._ours(bare=False),
             "flash 2": partial(self._by_kernel, FLASH2, False),
             "flash 2, keys repeated": partial(self._by_kernel, FLASH2, True),
         }
-        if self.window is None:
+        if self.window is not None:
+            found["ours: windows"] = self._ours(bare=True)
+        else:
             found |= {
                 "cuDNN": partial(self._by_kernel, CUDNN, False),
                 "cuDNN, keys repeated": partial(self._by_kernel, CUDNN, True),
@@ -194,9 +196,9 @@ class Layer:
         output = candidate(self.query, self.key, self.value)
         return [output, *torch.autograd.grad(output, (self.query, self.key, self.value), self.grad)]
 
-    def _by_flex(self) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    def _ours(self, *, bare: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         install_attention()
-        masks = _masks(self.query.shape[2], WINDOW, True, torch.bfloat16, self.query.device, None)
+        masks = _masks(self.query.shape[2], WINDOW, True, torch.bfloat16, self.query.device, None, bare)
         mask = masks["full_attention" if self.window is None else "sliding_attention"]
 
         def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -39,6 +39,7 @@ OUR_PEAKS_GIB = [
     (SMALL, 8, "selective", 34.0),
     (SMALL, 8, "none", 47.7),
     (SMALL, 16, "none", 81.3),
+    (SMALL, 24, "none", 115.2),
     (SMALL, 64, "full", 47.0),
     (LARGE, 8, "full", 69.9),
     (LARGE, 8, "none", 115.0),
@@ -75,14 +76,12 @@ def test_memory_of_a_prototype(sizes: Sizes, settings: dict[str, object], measur
 @pytest.mark.parametrize(
     ("sizes", "rows", "weights", "recompute", "eager", "measured"),
     [
-        (SMALL, 16, "mxfp4", "full", False, 23_449),
-        (SMALL, 8, "mxfp4", "selective", False, 25_856),
-        (SMALL, 8, "mxfp4", "none", False, 28_909),
-        (SMALL, 16, "mxfp4", "none", False, 30_764),
-        (LARGE, 8, "mxfp4", "full", False, 12_466),
+        (SMALL, 16, "mxfp4", "full", False, 24_944),
+        (SMALL, 16, "mxfp4", "none", False, 32_946),
+        (SMALL, 24, "mxfp4", "none", False, 33_243),
         (SMALL, 4, "bf16", "full", False, 10_259),
-        (SMALL, 8, "bf16", "full", False, 10_872),
-        (SMALL, 1, "bf16", "full", True, 816),
+        (SMALL, 8, "bf16", "full", False, 10_572),
+        (SMALL, 1, "bf16", "full", True, 877),
     ],
 )
 def test_speed_is_what_was_measured(
@@ -139,7 +138,7 @@ def test_recompute_is_the_fastest_that_fits(gpu: str | None, rows: int, chosen: 
     assert f"recompute=auto is {chosen} here" in plan(load_config("gpt-oss-20b", changes)).notes
 
 
-def test_frozen_experts_in_bf16_cost_memory_and_save_time() -> None:
+def test_frozen_experts_in_bf16_cost_memory_and_save_no_time() -> None:
     changes = ["scaling.accelerator_type=H200", "optim.per_device_batch_size=16", "recompute=none"]
     packed, frozen, theirs = (
         plan(load_config("gpt-oss-20b", [*changes, *more]))
@@ -150,7 +149,7 @@ def test_frozen_experts_in_bf16_cost_memory_and_save_time() -> None:
     assert frozen.gpu_memory_gib["activations"] == packed.gpu_memory_gib["activations"]
     assert frozen.fits_requested is True
     assert theirs.fits_requested is False, "it keeps the experts' input, activation and output as well"
-    assert frozen.tokens_per_s_per_gpu > packed.tokens_per_s_per_gpu
+    assert frozen.tokens_per_s_per_gpu == packed.tokens_per_s_per_gpu
 
 
 def test_selective_is_for_frozen_experts_too() -> None:
