@@ -27,8 +27,9 @@ class GeneratorSettings(BaseModel):
     """Requests that may wait for one model before new ones get 503."""
     cache_gib: float | None = Field(default=None, gt=0)
     """Memory for keys and values of one model; None is 2 GiB on CPU, most of what is free on a GPU."""
-    max_adapters: int = Field(default=8, ge=1)
-    """LoRA adapters in memory per model (`adapter:ID`), served unmerged and together."""
+    max_adapters: int = Field(default=8, ge=0)
+    """LoRA adapters in memory per model (`adapter:ID`), served unmerged and together. 0 serves none: vLLM then chooses among all its
+    kernels for MXFP4 experts, of which on Hopper only the slower one (Marlin) goes with adapters."""
     max_adapter_rank: int = Field(default=64, ge=1)
     """Largest rank of those; memory is reserved for it once the first adapter is asked for."""
     stream_interval_s: float = Field(default=0.04, ge=0, le=10)

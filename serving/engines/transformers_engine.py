@@ -68,7 +68,9 @@ class TransformersEngine:
         if adapter is not None:
             if self._adapters is None:
                 raise ModelError(
-                    "this engine serves no adapters", hint="Ask for job:ID, its merged model.", field="model"
+                    "this engine serves no adapters",
+                    hint="Ask for job:ID, its merged model, or raise generator.max_adapters.",
+                    field="model",
                 )
             slot = await self._take(self._adapters, adapter)
         sequence = RunningSequence(prompt_ids, sampling, self._batch.device, slot)

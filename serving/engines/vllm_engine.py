@@ -129,7 +129,11 @@ class VllmEngine:
 
     def _lora(self, adapter: Path) -> LoRARequest:
         if self._check_adapter is None:
-            raise ModelError("this engine serves no adapters", hint="Ask for job:ID, its merged model.", field="model")
+            raise ModelError(
+                "this engine serves no adapters",
+                hint="Ask for job:ID, its merged model, or raise generator.max_adapters; on CPU vLLM has none.",
+                field="model",
+            )
         if adapter not in self._adapters:
             self._check_adapter(adapter)  # vLLM drops modules that it does not know without a word
             self._adapters[adapter] = LoRARequest(str(adapter), next(self._ids), str(adapter))

@@ -48,7 +48,7 @@ class EngineSettings:
         context_length: most tokens of prompt and output; None is the model's own.
         cache_gib: memory for keys and values of one model; None is 2 GiB on CPU, most of this model's share on CUDA.
         memory_share: part of the GPU's memory that one model may take.
-        max_adapters: LoRA adapters in memory per model, served unmerged.
+        max_adapters: LoRA adapters in memory per model, served unmerged; 0 serves none.
         max_adapter_rank: largest rank of those.
         current_date: what the chat template prints; None is today.
     """
@@ -136,18 +136,21 @@ def transformers_engine(directory: Path, settings: EngineSettings, device: str) 
         if device == "cuda":
             use_fused_norms(model)
     release_memory()
+    bank = None
+    if settings.max_adapters:
+        bank = AdapterBank(
+            model,
+            lambda adapter: read_adapter(adapter, directory),
+            capacity=settings.max_adapters,
+            max_rank=settings.max_adapter_rank,
+        )
     return TransformersEngine(
         model,
         max_sequences=settings.max_sequences,
         max_waiting=settings.max_waiting,
         context_length=settings.context_length,
         cache_bytes=cache_bytes(settings, device),
-        adapters=AdapterBank(
-            model,
-            lambda adapter: read_adapter(adapter, directory),
-            capacity=settings.max_adapters,
-            max_rank=settings.max_adapter_rank,
-        ),
+        adapters=bank,
     )
 
 
@@ -166,18 +169,17 @@ def vllm_engine(directory: Path, settings: EngineSettings, device: str) -> Engin
     check_complete(directory)
     options: dict[str, Any] = {"dtype": "float32", "enforce_eager": True}  # compiling for a CPU takes minutes
     if device == "cuda":
-        options = {
-            "gpu_memory_utilization": settings.memory_share,
-            "enable_lora": True,
-            "max_loras": settings.max_adapters,
-            "max_lora_rank": settings.max_adapter_rank,
-        }
+        options = {"gpu_memory_utilization": settings.memory_share}
+    adapted = device == "cuda" and settings.max_adapters > 0  # on CPU vLLM has no LoRA
+    if adapted:
+        limits = {"max_loras": settings.max_adapters, "max_lora_rank": settings.max_adapter_rank}
+        options |= {"enable_lora": True, **limits}
     return VllmEngine(
         directory,
         max_sequences=settings.max_sequences,
         max_waiting=settings.max_waiting,
         context_length=settings.context_length,
-        check_adapter=partial(check_adapter, base=directory) if device == "cuda" else None,  # on CPU vLLM has no LoRA
+        check_adapter=partial(check_adapter, base=directory) if adapted else None,
         **options,
     )
 

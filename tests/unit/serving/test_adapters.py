@@ -132,6 +132,14 @@ def finish_adapter_job(home: Path, job_id: str, base: Path, adapter: Path, statu
     return f"adapter:{job_id}"
 
 
+async def test_a_service_without_places_for_adapters_says_so(home, random_base, adapters):
+    generator = make_generator(home, settings=EngineSettings(device="cpu", max_adapters=0))
+    name = finish_adapter_job(home, "job", random_base, adapters[0])
+    with pytest.raises(ModelError, match="serves no adapters") as caught:
+        await ask(generator, model=name)
+    assert "generator.max_adapters" in caught.value.hint
+
+
 async def test_adapters_of_jobs_share_their_base(home, random_base, adapters):
     generator = make_generator(home, settings=EngineSettings(device="cpu", max_adapters=2))
     names = [finish_adapter_job(home, f"job{n}", random_base, adapter) for n, adapter in enumerate(adapters)]
