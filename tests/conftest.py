@@ -16,6 +16,8 @@ os.environ.update(
     MLFLOW_DISABLE_TELEMETRY="true",
     RAY_USAGE_STATS_ENABLED="0",
     RAY_SERVE_USE_GRPC_BY_DEFAULT="1",  # as in every installation: ray_app.cluster.parts.SERVE_VARIABLES
+    RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD="0",
+    RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP="0",
     TOKENIZERS_PARALLELISM="false",
     OMP_NUM_THREADS="1",  # several processes share few cores; torch's threads would fight over them
 )

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ray_app.cluster.deploy import APPLICATION, Report, answers, dashboard_of, deploy, undeploy
 from ray_app.cluster.parts import (
+    HAPROXY,
     auth_environment,
     base_environment,
     forget_old_sessions,
@@ -216,8 +217,11 @@ def _start(cluster: Cluster, num_cpus: int | None, report: Report) -> None:
 def _start_head(cluster: Cluster, num_cpus: int | None, report: Report) -> None:
     _end_predecessor(cluster, "ray")
     _outwait_nodes(f"{cluster.host}:{cluster.ports.ray_port}", report)
+    env = head_environment(cluster)
+    if env[HAPROXY] == "0":
+        report("HAProxy is off or does not run here: requests go through Serve's own proxy")
     # Drivers of `ray job submit` start where the head did: `configs/tiny.yaml` and `-m training` mean ours.
-    _run(cluster, "ray", ray_head_command(cluster, num_cpus), head_environment(cluster), PRESETS.parent)
+    _run(cluster, "ray", ray_head_command(cluster, num_cpus), env, PRESETS.parent)
     _wait(lambda: STARTED in cluster.processes["ray"].log_tail(200), cluster, "ray")
     _wait(lambda: dashboard_of(cluster).ray_version() is not None, cluster, "ray")
 

@@ -41,6 +41,9 @@ def test_up_serves_on_loopback_and_down_leaves_nothing(home: Path, monkeypatch: 
         assert httpx.get(f"{up.url}/jobs").json()["jobs"] == []
         assert httpx.get(f"{up.mlflow_url}/health").text == "OK"
         assert listening_beyond_loopback(set(family)) == []
+        [haproxy] = [child for child in family.values() if child.name() == "haproxy"]
+        listening = [c.laddr.port for c in haproxy.net_connections() if c.status == psutil.CONN_LISTEN]
+        assert listening == [up.ports.port]
 
         pids = {name: process.pid for name, process in up.processes.items()}
         again = cluster.up(Ports())  # asks for nothing in particular: what runs is right

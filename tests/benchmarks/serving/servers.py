@@ -1,6 +1,7 @@
 """The services that are measured, each in processes of its own, on loopback and a free port."""
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -12,7 +13,7 @@ from typing import IO, Any
 
 import httpx
 
-from ray_app.cluster.parts import SERVE_VARIABLES
+from ray_app.cluster.parts import SERVE_VARIABLES, base_environment, haproxy_environment, ray_directory
 from ray_app.cluster.processes import free_ports
 
 
@@ -45,7 +46,8 @@ def our_service(home: Path, roots: list[Path], generator: Mapping[str, Any] | No
     """URL of the whole application: API, dispatcher and generator under Ray Serve."""
     # Read when Ray starts. Ray's processes are nicer than others by 15 unless told not to be: on a busy machine they would
     # wait for the very processes that they are compared with.
-    os.environ.update(SERVE_VARIABLES | {"RAY_worker_niceness": "0"})
+    os.environ.update(POLYTHINK_HOME=str(home), PATH=str(base_environment()["PATH"]), RAY_worker_niceness="0")
+    os.environ.update(SERVE_VARIABLES | haproxy_environment())
     import ray
     from ray import serve
 
@@ -61,6 +63,7 @@ def our_service(home: Path, roots: list[Path], generator: Mapping[str, Any] | No
     finally:
         serve.shutdown()
         ray.shutdown()
+        shutil.rmtree(ray_directory(), ignore_errors=True)
 
 
 @contextmanager

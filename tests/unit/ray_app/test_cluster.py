@@ -17,8 +17,10 @@ from typing import Any
 
 import psutil
 import pytest
+import ray.serve._private.haproxy as haproxy_of_serve
+from ray.serve.config import HTTPOptions
 
-from ray_app.cluster import deploy, parts, processes
+from ray_app.cluster import deploy, haproxy, parts, processes
 from ray_app.cluster import lifecycle as cluster
 from ray_app.cluster import state as cluster_state
 from ray_app.cluster.processes import Process, ServiceError
@@ -445,6 +447,50 @@ def test_the_head_runs_in_our_environment(home: Path, monkeypatch: pytest.Monkey
     assert opened["RAY_AUTH_TOKEN_PATH"] == str(home / "ray_token")
     assert opened["POLYTHINK_API_KEYS_FILE"] == str(home / "api_keys")
     assert "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER" not in opened
+
+
+def test_haproxy_of_two_homes_shares_no_path_and_no_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_home(name: str) -> dict[str, str]:
+        monkeypatch.setenv("POLYTHINK_HOME", f"/homes/{name}")
+        return parts.haproxy_environment()
+
+    one, two = of_home("one"), of_home("two")
+    places = {name for name in one if name.endswith(("_LOC", "_PATH", "_BASE", "_FILE", "_PORT"))}
+    assert len(places) == 9
+    assert {name for name in places if one[name] == two[name]} == {"RAY_SERVE_HAPROXY_BINARY_PATH"}
+    ports = ("RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT", "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT")
+    assert 20_000 <= int(one[ports[0]]) < int(one[ports[1]]) < 32_768
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / ("long" * 10)))  # a socket's path has 107 characters at most
+    assert of_home("one") == {parts.HAPROXY: "0"}
+
+
+def test_the_head_can_keep_serves_own_proxy(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert parts.head_environment(Cluster())[parts.HAPROXY] == "1"
+    monkeypatch.setenv(parts.HAPROXY, "0")
+    assert parts.head_environment(Cluster())[parts.HAPROXY] == "0"
+    monkeypatch.delenv(parts.HAPROXY)
+    monkeypatch.setattr(parts.haproxy, "__file__", "/bin/false")  # as a binary that this machine cannot load
+    assert parts.head_environment(Cluster())[parts.HAPROXY] == "0"
+
+
+@pytest.mark.parametrize("host", [LOOPBACK, "192.0.2.7"])
+def test_haproxy_listens_where_the_service_does_and_nowhere_else(home: Path, host: str) -> None:
+    state = home / "n"
+    configuration = haproxy_of_serve.HAProxyConfig(
+        http_options=HTTPOptions(host=host, port=8000), socket_path=f"{state}/s", server_state_file=f"{state}/state"
+    )
+    server = haproxy_of_serve.ServerConfig(name="api", host=LOOPBACK, port=20_000)
+    backend = haproxy_of_serve.BackendConfig(name="polythink", path_prefix="/", servers=[server])
+    api = haproxy_of_serve.HAProxyApi(configuration, {"polythink": backend}, config_file_path=f"{state}/haproxy.cfg")
+    api._generate_config_file_internal()
+    command = [haproxy.__file__, "-c", "-f", api.config_file_path]
+    checked = subprocess.run(command, env=processes.environment(**parts.base_environment()), capture_output=True)
+    assert checked.returncode == 0, checked.stderr
+    lines = [line.strip() for line in Path(api.config_file_path).read_text().splitlines()]
+    assert [line for line in lines if line.startswith("bind ")] == [f"bind {host}:8000"]
+    assert f"server api {host}:20000" in " ".join(lines)
+    assert not any(":514" in line for line in lines)
+    assert any(line.startswith(f"stats socket {state}/s mode 600 ") for line in lines)
 
 
 def test_the_serve_file_gets_our_address_and_keeps_what_others_deployed(home: Path) -> None:
