@@ -118,7 +118,7 @@ class _Recording:
                 torch.cuda.graph(self._graph, pool=place.pool, stream=place.stream, capture_error_mode="thread_local"),
             ):
                 self._logits = step(self._inputs)
-        except RuntimeError:
+        except BaseException:
             _mend_generator(inputs.device)
             raise
         finally:

@@ -10,7 +10,8 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from transformers import AttentionInterface
 from transformers.integrations.flex_attention import flex_attention_forward
 
-from training.model.windowed import windowed_attention
+from training.model.kernels import is_hopper
+from training.model.windowed import takes_shapes, windowed_attention
 
 TILE = {
     "bwd_BLOCK_M1": 64, "bwd_BLOCK_N1": 64, "bwd_BLOCK_M2": 128, "bwd_BLOCK_N2": 64, "bwd_num_warps": 4, "bwd_num_stages": 3,
@@ -32,8 +33,10 @@ class Window(NamedTuple):
 
 def takes_windows(config: Any, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether `attend` takes a `Window` for a model's sliding layers: gpt-oss in bf16 on Hopper, where that was proven."""
-    suits = config.model_type == "gpt_oss" and not config.attention_dropout and dtype == torch.bfloat16
-    return suits and device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    if config.model_type != "gpt_oss" or config.attention_dropout or not config.sliding_window:
+        return False
+    shapes = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    return takes_shapes(*shapes) and dtype == torch.bfloat16 and is_hopper(device)
 
 
 _OTHERS = ("softcap", "position_bias")
@@ -43,7 +46,7 @@ _OTHERS = ("softcap", "position_bias")
 def install_attention() -> None:
     """Makes `attn_implementation="flex_attention"` mean `attend` in this process."""
     AttentionInterface.register("flex_attention", attend)
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
+    if torch.cuda.is_available() and is_hopper(torch.device("cuda")):
         _tile.update(TILE)  # looked up here, since compiled code cannot ask for the card
 
 

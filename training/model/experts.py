@@ -23,6 +23,7 @@ from training.model.kernels import (
     dispatch,
     grouped_mm,
     grouped_outer,
+    is_hopper,
     route,
     unpack,
 )
@@ -109,7 +110,7 @@ class Routing(NamedTuple):
     def of(cls, indices: Tensor, experts: int) -> Self:
         """From the router's choice `[T, k]`."""
         routing = cls(*route(indices.flatten(), experts))
-        many = indices.is_cuda and indices.numel() >= MANY_ROWS * experts
+        many = indices.numel() >= MANY_ROWS * experts and is_hopper(indices.device)
         return routing._replace(ends=OnHost(routing.offsets)) if many else routing
 
     def mm(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -286,6 +287,7 @@ class _Backward(torch.autograd.Function):
             raise RuntimeError("an expert layer's backward ran twice; it runs once per forward, also with retain_graph")
         ctx.done = True
         hidden, weights, up_a, up_b, down_a, down_b, gate_up, *rest = ctx.saved_tensors
+        # `ends` are the first forward's, so that nothing waits here: a recomputation routes each token as that did
         routing, parts = Routing(*rest[:4])._replace(ends=ctx.ends), rest[4:]
         up, down = ctx.kind(*parts[: len(parts) // 2]), ctx.kind(*parts[len(parts) // 2 :])
         grad, k = gradients[0].contiguous(), weights.shape[1]

@@ -25,6 +25,11 @@ ALPHA = 1.702
 _BYTES = BLOCK // 2
 
 
+def is_hopper(device: torch.device) -> bool:
+    """Whether `device` is of the kind that the choices between kernels were measured on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
 def unpack(blocks: Tensor, scales: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
     """Packed views (see `experts.pack`) `[E, …]` as the weight `[E, out, columns]` in `dtype`."""
     groups = columns // BLOCK

@@ -144,10 +144,10 @@ if triton is not None:
             shrink = tl.where(grows, e, 1.0)
             e = tl.where(grows, 1.0, e)
             total = total * shrink + e
-            moment = moment * shrink + tl.where(inside, x * e, 0.0)
+            moment = moment * shrink + tl.where(e > 0, x * e, 0.0)  # 0 and not NaN where x is -inf
             largest = tl.maximum(largest, x)
-        columns, largest = largest, tl.max(largest, 0)
-        shrink = tl.exp(columns - largest)
+        by_column, largest = largest, tl.max(largest, 0)
+        shrink = tl.exp(by_column - largest)
         total, moment = tl.sum(total * shrink, 0), tl.sum(moment * shrink, 0)
         log_z = largest + tl.log(total)
         tl.store(sums + row * 3, log_z - target_x)

@@ -1,7 +1,7 @@
 """Attention within a sliding window, with gpt-oss's sinks: Triton kernels on CUDA, torch elsewhere. The torch version is the definition.
 
-All query heads of a KV head at some consecutive positions make one tile, so that a tile of 128 rows needs `window + 16` keys at
-gpt-oss's 8 query heads a KV head, where a tile of 128 positions of one head needs `window + 128`. Nothing is summed by atomics:
+All query heads of a KV head at some consecutive positions make one tile, so that a tile of 64 rows needs `window + 16` keys at
+gpt-oss's 8 query heads a KV head, where a tile of 64 positions of one head needs `window + 64`. Nothing is summed by atomics:
 gradients are the same bits every time.
 
 B rows, T tokens, G query heads a KV head, D head dimension.
@@ -25,6 +25,11 @@ KEY_GRAD = {"ROWS": 64, "KEYS": 64, "num_warps": 4, "num_stages": 3}
 backward 0.46, where flex attention takes 0.45 and 1.17."""
 
 
+def takes_shapes(heads: int, kv_heads: int, width: int) -> bool:
+    """Whether `windowed_attention` takes so many heads of such a dimension."""
+    return heads in [group * kv_heads for group in (1, 2, 4, 8, 16)] and width in (16, 32, 64, 128)
+
+
 def windowed_attention(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, window: int, scale: float, starts: Tensor | None = None
 ) -> Tensor:
@@ -43,8 +48,9 @@ def windowed_attention(
         `[B, T, heads, D]`, contiguous.
     """
     heads, kv_heads, width = query.shape[1], key.shape[1], query.shape[-1]
-    assert heads in [group * kv_heads for group in (1, 2, 4, 8, 16)], (heads, kv_heads)
-    assert width in (16, 32, 64, 128), width
+    assert takes_shapes(heads, kv_heads, width), (heads, kv_heads, width)
+    assert key.shape[2] == query.shape[2], "keys of earlier tokens alone are not told apart"
+    assert starts is None or starts.shape == (len(query), query.shape[2]), starts
     assert min(window, scale) > 0, (window, scale)
     assert not sinks.requires_grad, "sinks get no gradient here"
     if not query.is_cuda:

@@ -21,23 +21,23 @@ LOSS_TOKENS = 1024  # whose logits exist at a time: training.model.loss.CHUNK_TO
 OPTIMIZER_BYTES = 8  # AdamW's two moments, fp32
 ADAPTER_BYTES = 8  # fp32 weight and gradient
 
-# Step time at 20b. Without recompute: 24 rows in 1.479 s, of which 0.033 s dequantise the experts twice; with full recompute, which
-# dequantises three times: 16 rows in 1.314 s (tests/benchmarks/training/h200-*.json); selective is taken to lie between them as it did
-# before. bf16 weights with transformers' grouped_mm: 8 rows in 1.55 s. Frozen ones in bf16 cost what packed ones do: what they save
-# of dequantising, a card at its power limit loses elsewhere.
-S_PER_EXPERT_GIB = {"mxfp4": 0.049 / 35.6, "frozen": 0.049 / 35.6, "bf16": 0.081 / 35.6}
+# Step time at 20b. Without recompute: 16 rows in 1.065 s, of which 0.033 s dequantise the experts twice; with full recompute, which
+# dequantises three times: 16 rows in 1.40 s; selective: 8 rows in 0.634 s (tests/benchmarks/training/h200-*.json). 120b with full
+# recompute, 8 rows in 1.314 s, agrees to 6 %. bf16 weights with transformers' grouped_mm: 8 rows in 1.55 s. Frozen ones in bf16 cost
+# what packed ones do: what they save of dequantising, a card at its power limit loses elsewhere.
+S_PER_EXPERT_GIB = {"mxfp4": 0.049 / 35.6, "bf16": 0.081 / 35.6}
 """Of a pass that computes everything twice: dequantising three times, or reading what is dense."""
 S_PER_TOKEN_AND_PARAMETER = {
-    ("mxfp4", "full"): 1.07e-14,
-    ("mxfp4", "selective"): 0.93e-14,
-    ("mxfp4", "none"): 0.82e-14,
-    ("frozen", "full"): 1.07e-14,
-    ("frozen", "selective"): 0.93e-14,
-    ("frozen", "none"): 0.82e-14,
+    ("mxfp4", "full"): 1.13e-14,
+    ("mxfp4", "selective"): 0.99e-14,
+    ("mxfp4", "none"): 0.87e-14,
     ("bf16", "full"): 2.4e-14,
     ("bf16", "selective"): 2.4e-14,  # as full: nothing is kept
     ("bf16", "none"): 1.8e-14,  # an estimate
 }
+MANY_ROWS, MANY_ROWS_TIME = 1024, 0.945
+"""Rows an expert has from which products of its own and sliding windows' own kernels, measured together, take that part of the time:
+20b, 24 rows without recompute in 1.479 s, 16 with full in 1.314 s."""
 S_EAGER_PER_TOKEN_AND_PARAMETER = 3.2e-13  # the notebooks' eager attention and loop over experts: 777 to 915 tokens/s
 FSDP2_RATE = 0.92  # of DDP's, 120b on two GPUs; 20b: 0.99
 CPU_S_PER_TOKEN_AND_PARAMETER = 1.3e-10  # one core, fp32: about 4,000 tokens/s on the tiny base
@@ -139,10 +139,12 @@ def step_s(sizes: Sizes, *, tokens: float, weights: str, recompute: str, eager: 
     """Seconds of one forward and backward pass over `tokens` on a GPU of `compute_rate` times an H200's matrix rate."""
     if eager:
         return tokens * sizes.active_parameters * S_EAGER_PER_TOKEN_AND_PARAMETER / compute_rate
+    weights = "mxfp4" if weights == "frozen" else weights
     experts_gib = sizes.layers * sizes.expert_weights * BF16 / GIB
     fixed = experts_gib * S_PER_EXPERT_GIB[weights] * (1 if recompute == "full" else 2 / 3)
     per_token = sizes.active_parameters * S_PER_TOKEN_AND_PARAMETER[weights, recompute]
-    return (fixed + tokens * per_token) / compute_rate
+    many = weights == "mxfp4" and tokens * sizes.experts_per_token >= MANY_ROWS * sizes.experts
+    return (fixed + tokens * per_token * (MANY_ROWS_TIME if many else 1)) / compute_rate
 
 
 def decoding_s(sizes: Sizes, *, tokens: int, batch: int, device: str) -> float:

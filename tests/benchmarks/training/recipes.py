@@ -33,7 +33,8 @@ RECIPES = {
         Recipe("ours, full, experts too", PACKED | {"recompute": "full", "lora": "experts"}, rows=8),
     )
 }
-"""`notebooks` comes first: ratios are to it. Every recipe has our loss, which only helps the others."""
+"""`notebooks` comes first: ratios are to it. Every recipe has our loss and, where attention is flex, our attention, which only helps the
+others."""
 
 
 def configuration(
