@@ -79,7 +79,6 @@ def test_memory_of_a_prototype(sizes: Sizes, settings: dict[str, object], measur
         (SMALL, 16, "mxfp4", "full", False, 24_944),
         (SMALL, 24, "mxfp4", "none", False, 33_243),
         (LARGE, 8, "mxfp4", "full", False, 12_466),
-        (LARGE, 8, "mxfp4", "none", False, 16_246),
         (SMALL, 4, "bf16", "full", False, 10_259),
         (SMALL, 8, "bf16", "full", False, 10_572),
         (SMALL, 1, "bf16", "full", True, 877),
@@ -90,7 +89,7 @@ def test_speed_is_what_was_measured(
 ) -> None:
     tokens = rows * ROW
     seconds = step_s(sizes, tokens=tokens, weights=weights, recompute=recompute, eager=eager, compute_rate=1.0)
-    assert tokens / seconds == pytest.approx(measured, rel=0.09)
+    assert tokens / seconds == pytest.approx(measured, rel=0.07)
 
 
 @pytest.mark.parametrize(("preset", "steps"), [("gpt-oss-20b", 60), ("gpt-oss-120b", 30), ("gpt-oss-120b-16gpu", 30)])
