@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from ray_app.cluster.parts import SERVE_VARIABLES  # loads none of what reads these variables
+
 os.environ.update(
     HF_HUB_OFFLINE="1",
     HF_HUB_DISABLE_TELEMETRY="1",
     MLFLOW_DISABLE_TELEMETRY="true",
     RAY_USAGE_STATS_ENABLED="0",
-    RAY_SERVE_USE_GRPC_BY_DEFAULT="1",  # as in every installation: ray_app.cluster.parts.SERVE_VARIABLES
-    RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD="0",
-    RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP="0",
+    **SERVE_VARIABLES,  # as in every installation
     TOKENIZERS_PARALLELISM="false",
     OMP_NUM_THREADS="1",  # several processes share few cores; torch's threads would fight over them
 )

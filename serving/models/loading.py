@@ -172,8 +172,7 @@ def vllm_engine(directory: Path, settings: EngineSettings, device: str) -> Engin
         options = {"gpu_memory_utilization": settings.memory_share}
     adapted = device == "cuda" and settings.max_adapters > 0  # on CPU vLLM has no LoRA
     if adapted:
-        limits = {"max_loras": settings.max_adapters, "max_lora_rank": settings.max_adapter_rank}
-        options |= {"enable_lora": True, **limits}
+        options |= {"enable_lora": True, "max_loras": settings.max_adapters, "max_lora_rank": settings.max_adapter_rank}
     return VllmEngine(
         directory,
         max_sequences=settings.max_sequences,

@@ -174,6 +174,13 @@ if triton is not None:
         return tl.load(pointers, mask=((position >= 0) & (position < length))[:, None], other=0.0)
 
     @triton.jit
+    def _load_before(key, value, begin, length, k_token, v_token, oldest, KEYS: tl.constexpr, D: tl.constexpr):
+        """Keys and values from `begin` on, all before the tile, and which of them each row sees."""
+        k = _load(key, begin, length, k_token, 0, KEYS, 1, D)
+        v = _load(value, begin, length, v_token, 0, KEYS, 1, D)
+        return k, v, begin + tl.arange(0, KEYS)[None, :] >= oldest[:, None]
+
+    @triton.jit
     def _store(base, first, length, stride, value, ROWS: tl.constexpr, G: tl.constexpr, D: tl.constexpr):
         row = tl.arange(0, ROWS)
         place = (row // G) * stride + (row % G) * D
@@ -224,9 +231,7 @@ if triton is not None:
         result = tl.zeros((ROWS, D), dtype=tl.float32)
         for block in range((WINDOW + KEYS - 2) // KEYS):
             begin = first - (block + 1) * KEYS
-            k = _load(key, begin, length, k_token, 0, KEYS, 1, D)
-            v = _load(value, begin, length, v_token, 0, KEYS, 1, D)
-            seen = begin + tl.arange(0, KEYS)[None, :] >= oldest[:, None]
+            k, v, seen = _load_before(key, value, begin, length, k_token, v_token, oldest, KEYS, D)
             peak, total, result = _add_keys(peak, total, result, q, k, v, seen, scale)
         place = first + tl.arange(0, OWN)[None, :]
         seen = (place <= position[:, None]) & (place >= oldest[:, None])
@@ -279,9 +284,7 @@ if triton is not None:
         total = tl.zeros((ROWS, D), dtype=tl.float32)
         for block in range((WINDOW + KEYS - 2) // KEYS):
             begin = first - (block + 1) * KEYS
-            k = _load(key, begin, length, k_token, 0, KEYS, 1, D)
-            v = _load(value, begin, length, v_token, 0, KEYS, 1, D)
-            seen = begin + tl.arange(0, KEYS)[None, :] >= oldest[:, None]
+            k, v, seen = _load_before(key, value, begin, length, k_token, v_token, oldest, KEYS, D)
             total = _add_query_grad(total, q, d, k, v, seen, log, row_delta, scale_log2e)
         place = first + tl.arange(0, OWN)[None, :]
         seen = (place <= position[:, None]) & (place >= oldest[:, None])

@@ -35,7 +35,7 @@ S_PER_TOKEN_AND_PARAMETER = {
     ("bf16", "selective"): 2.4e-14,  # as full: nothing is kept
     ("bf16", "none"): 1.8e-14,  # an estimate
 }
-MANY_ROWS, MANY_ROWS_TIME = 1024, 0.945
+MANY_ROWS, MANY_ROWS_TIME = 1024, 0.945  # the first is training.model.experts.MANY_ROWS
 """Rows an expert has from which products of its own and sliding windows' own kernels, measured together, take that part of the time:
 20b, 24 rows without recompute in 1.479 s, 16 with full in 1.314 s."""
 S_EAGER_PER_TOKEN_AND_PARAMETER = 3.2e-13  # the notebooks' eager attention and loop over experts: 777 to 915 tokens/s

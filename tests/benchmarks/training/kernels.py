@@ -21,7 +21,7 @@ REPEATS = 20
 def profile(shape: str, device: str, tokens: int) -> list[dict[str, Any]]:
     """Milliseconds of every part, with TFLOP/s of products and GB/s of the others."""
     layer = _Layer(shape, device, tokens)
-    parts = layer.parts() | layer.passes() | {"loss: one pass, trained tokens": layer.loss()}
+    parts = layer.parts() | layer.products() | layer.passes() | {"loss: one pass, trained tokens": layer.loss()}
     lines = [_timed(name, *part, device) for name, part in parts.items()]
     return [*lines, *(layer.fused() if device == "cuda" else [])]
 
@@ -76,10 +76,6 @@ class _Layer:
             "torch's own": (lambda: self.hidden[routing.order // k], 0, size * (1 + 1 / k)),
             "dequantise gate_up": (lambda: self.up.dense(H, self.dtype), 0, self.up_dense.nbytes * 1.27),
             "dequantise down": (lambda: self.down.dense(F, self.dtype), 0, self.down_dense.nbytes * 1.27),
-            "grouped_mm gate_up": (lambda: self._mm(self.rows, self.up_dense.mT), self.up_flops, 0),
-            "grouped_mm down": (lambda: self._mm(self.activated, self.down_dense.mT), self.down_flops, 0),
-            "grouped_mm gate_up, backward": (lambda: self._mm(self.gate_up, self.up_dense), self.up_flops, 0),
-            "grouped_mm down, backward": (lambda: self._mm(self.rows, self.down_dense), self.down_flops, 0),
             "activate": (lambda: kernels.activate(*grad[1:4], limit), 0, self.gate_up.nbytes * 1.5),
             "activate, backward": (lambda: kernels.activate_backward(*grad), 0, self.gate_up.nbytes * 2.5),
             "combine": (
@@ -92,6 +88,21 @@ class _Layer:
             ),
             "candidate A: dequantise, grouped_mm": (lambda: self._mm(self.rows, self.up.dense(H, self.dtype).mT), self.up_flops, 0),
         }  # fmt: skip
+
+    def products(self) -> dict[str, Part]:
+        """Of all experts at once, and of each by itself."""
+        cases = {
+            "gate_up": (self.rows, self.up_dense.mT, self.up_flops),
+            "down": (self.activated, self.down_dense.mT, self.down_flops),
+            "gate_up, backward": (self.gate_up, self.up_dense, self.up_flops),
+            "down, backward": (self.rows, self.down_dense, self.down_flops),
+        }
+        ways = {"grouped_mm": None, "apart": self.routing.offsets.tolist()}
+        return {
+            f"{way} {name}": (partial(kernels.grouped_mm, x, weight, self.routing.offsets, ends), flops, 0)
+            for way, ends in ways.items()
+            for name, (x, weight, flops) in cases.items()
+        }
 
     def passes(self) -> dict[str, Part]:
         """The layer as it trains."""
